@@ -5,11 +5,11 @@
 - `coca_attention.models`: ``coca_*`` models for Transformers. Importing it registers them with the
   Auto classes.
 
-This package imports torch alone; `convert`, `extend_context`, `load_original` and
+Importing this package imports only torch; `convert`, `extend_context`, `load_original` and
 `set_rotary_scaling` import `coca_attention.models`, and with it Transformers, when first used.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from coca_attention.layer import CoCAAttention
 from coca_attention.ops import (
@@ -41,8 +41,8 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("convert", "extend_context", "load_original", "set_rotary_scaling"):
+def __getattr__(name: str) -> object:
+    if name in __all__:  # those of models, which are not imported above
         from coca_attention import models
 
         return getattr(models, name)

@@ -142,15 +142,13 @@ class CoCAAttention(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = num_heads if num_key_value_heads is None else num_key_value_heads
-        if num_heads < 1:
-            raise ValueError(f"num_heads must be at least 1, got {num_heads}")
-        if head_dim is None:
-            if hidden_size % num_heads:
-                raise ValueError(
-                    f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}; "
-                    "set head_dim"
-                )
-            head_dim = hidden_size // num_heads
+        check_whole("num_heads", num_heads)
+        if head_dim is None and hidden_size % num_heads:
+            raise ValueError(
+                f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}; "
+                "set head_dim"
+            )
+        head_dim = hidden_size // num_heads if head_dim is None else head_dim
         check_width(head_dim)
         check_heads(num_heads, kv_heads)
         check_whole("free_pairs", free_pairs, 0, head_dim // 2)
@@ -161,29 +159,29 @@ class CoCAAttention(nn.Module):
                 "CoCAAttention does not limit distances: leave max_distance out of the rotation, "
                 "or use coca_attention(...)"
             )
-        self.linear = linear
         if linear:
             check_linear(self.form, self.rotation)
-            if window is not None or free_pairs or dropout:
-                raise ValueError("linear attention has no window, no free_pairs and no dropout")
+        if linear and (window is not None or free_pairs or dropout):
+            raise ValueError("linear attention has no window, no free_pairs and no dropout")
         self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, kv_heads, head_dim
-        self.window = window
-        self.free_pairs, self.dropout, self.layer_idx = free_pairs, dropout, layer_idx
-        width, coefficients = num_heads * head_dim, kv_heads * (head_dim // 2 + free_pairs)
-        settings: Any = {"bias": bias, "device": device, "dtype": dtype}
-        self.q_proj = nn.Linear(hidden_size, width, **settings)
-        self.t_proj = nn.Linear(hidden_size, coefficients, **settings)
-        self.v_proj = nn.Linear(hidden_size, kv_heads * head_dim, **settings)
-        self.o_proj = nn.Linear(width, hidden_size, **settings)
-        learned = self.form.initial_parameters(num_heads, head_dim // 2 - free_pairs)
-        self.form_parameters = nn.ParameterDict(
-            {name: x.to(self.q_proj.weight) for name, x in learned.items()}
-        )
+        self.window, self.free_pairs, self.linear = window, free_pairs, linear
+        self.dropout, self.layer_idx = dropout, layer_idx
+
+        def projection(inputs: int, outputs: int) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias, device, dtype)
+
+        collinear = head_dim // 2 - free_pairs
+        self.q_proj = projection(hidden_size, num_heads * head_dim)
+        self.t_proj = projection(hidden_size, kv_heads * (head_dim // 2 + free_pairs))
+        self.v_proj = projection(hidden_size, kv_heads * head_dim)
+        self.o_proj = projection(num_heads * head_dim, hidden_size)
+        learned = self.form.initial_parameters(num_heads, collinear)
+        learned = {name: x.to(self.q_proj.weight) for name, x in learned.items()}
+        self.form_parameters = nn.ParameterDict(learned)
         # The mean of two rows has 1/√2 of the standard deviation of a single row.
         with torch.no_grad():
             for parameter in self.t_proj.parameters():
-                rows = parameter.unflatten(0, (kv_heads, -1))
-                rows[:, : head_dim // 2 - free_pairs].mul_(2**-0.5)
+                parameter.unflatten(0, (kv_heads, -1))[:, :collinear].mul_(2**-0.5)
 
     def forward(
         self,
@@ -219,28 +217,29 @@ class CoCAAttention(nn.Module):
             raise ValueError(
                 f"expected hidden states of shape (B, T, {width}), got {tuple(hidden_states.shape)}"
             )
-        length = hidden_states.shape[1]
-        past, layer = 0, self.layer_idx
-        if cache is not None:
-            if layer is None:
-                raise ValueError(
-                    "a cache has one entry per layer: set a different layer_idx for each "
-                    "CoCAAttention"
-                )
-            past = int(cache.get_seq_length(layer))
+        length, past = hidden_states.shape[1], self._cached_tokens(cache)
         if positions is None:
             positions = torch.arange(past, past + length, device=hidden_states.device)
         check_positions("positions", positions, len(hidden_states), length)
+        attend = self._attend_linear if self.linear else self._attend
         projected = project_collinear(self, hidden_states, self.linear)
-        if self.linear:
-            output = self._attend_linear(projected, positions, attention_mask, is_causal, cache)
-        else:
-            output = self._attend(projected, positions, past, attention_mask, is_causal, cache)
+        output = attend(*projected, positions, attention_mask, is_causal, cache)
         return self.o_proj(output.transpose(1, 2).flatten(-2))
+
+    def _cached_tokens(self, cache: Any) -> int:
+        if cache is None:
+            return 0
+        if self.layer_idx is None:
+            raise ValueError(
+                "a cache has one entry per layer: set a different layer_idx for each CoCAAttention"
+            )
+        return int(cache.get_seq_length(self.layer_idx))
 
     def _attend_linear(
         self,
-        projected: tuple[Tensor, Tensor, Tensor],
+        query: Tensor,
+        coefficients: Tensor,
+        value: Tensor,
         positions: Tensor,
         mask: Tensor | None,
         is_causal: bool,
@@ -248,10 +247,13 @@ class CoCAAttention(nn.Module):
     ) -> Tensor:
         if not is_causal or (mask is not None and mask.dim() != 2):
             raise ValueError("linear attention is causal, with an attention_mask of (B, T)")
-        dtype = torch.promote_types(projected[0].dtype, torch.float32)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        turns = linear_turns(self.form, self.rotation, positions, wide, mask)
         return attend_linear_cached(
-            *projected,
-            linear_turns(self.form, self.rotation, positions, dtype, mask),
+            query,
+            coefficients,
+            value,
+            turns,
             cache=cache,
             layer_idx=self.layer_idx,
             mask=mask,
@@ -261,29 +263,28 @@ class CoCAAttention(nn.Module):
 
     def _attend(
         self,
-        projected: tuple[Tensor, Tensor, Tensor],
+        query: Tensor,
+        coefficients: Tensor,
+        value: Tensor,
         positions: Tensor,
-        past: int,
         mask: Tensor | None,
         is_causal: bool,
         cache: Any,
     ) -> Tensor:
-        query, coefficients, value = projected
-        wide, rotation = torch.promote_types(query.dtype, torch.float32), self.rotation
-        cos, sin = rotation.tables(positions, wide)
-        divisor = score_scale(query.dtype)
+        wide, divisor = torch.promote_types(query.dtype, torch.float32), score_scale(query.dtype)
+        tables = self.rotation.tables(positions, wide)
         query = query_map(
             query,
-            cos,
-            sin,
+            *tables,
             form=self.form,
             scale=self.head_dim**-0.5 / divisor,
-            factor=rotation.query_factor(positions, wide, self.window),
+            factor=self.rotation.query_factor(positions, wide, self.window),
             free_pairs=self.free_pairs,
             parameters=dict(self.form_parameters.items()),
         )
-        key = key_map(coefficients, cos, sin, free_pairs=self.free_pairs)
+        key, past = key_map(coefficients, *tables, free_pairs=self.free_pairs), 0
         if cache is not None:
+            past = self._cached_tokens(cache)
             key, value = cache.update(key, value, self.layer_idx)
             if key.shape[-2] != past + query.shape[-2]:
                 raise ValueError(
@@ -291,8 +292,8 @@ class CoCAAttention(nn.Module):
                     f"{key.shape[-2]}; {type(cache).__name__} is static or sliding: use "
                     "DynamicCache()"
                 )
-        places = None
-        if rotation.decay is not None:
+        bias, places = self.rotation.bias, None
+        if bias is not None:
             # Cached tokens are at the positions before those of this pass.
             earlier = positions[..., :1] - past + torch.arange(past, device=positions.device)
             places = (positions, torch.cat((earlier, positions), dim=-1))
@@ -305,6 +306,6 @@ class CoCAAttention(nn.Module):
             window=self.window,
             scale=divisor,
             dropout=self.dropout if self.training else 0.0,
-            bias=rotation.bias,
+            bias=bias,
             positions=places,
         )

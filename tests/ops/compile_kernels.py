@@ -14,6 +14,7 @@ from triton.compiler import ASTSource
 
 from coca_attention.ops import Rotation, key_frames, tile_length
 from coca_attention.ops.decoding import paired_query
+from coca_attention.ops.forms import FORMS, Pairing
 from coca_attention.ops.kernels import decode, maps
 
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int8: "i8"}
@@ -49,8 +50,9 @@ def main() -> None:
         query, grad, value = torch.zeros(3, 2, 8, 200, width, dtype=dtype)
         t = query[:, :2, :, : width // 2 + free]
         cos, sin = (x.unsqueeze(0) for x in Rotation(width).tables(torch.arange(200)))
-        maps.query_map(query, cos, sin, form, False, width, free)
-        maps.query_gradient(query, grad, cos, sin, form, True, width // 2, free)
+        maps.query_map(query, cos, sin, Pairing(FORMS[form], False, width, free))
+        pairing = Pairing(FORMS[form], True, width // 2, free)
+        maps.query_gradient(query, grad, cos, sin, pairing)
         maps.key_map(t, cos, sin, free)
         maps.key_gradient(grad, cos, sin, free)
         for heads in (8, 2):
@@ -62,8 +64,9 @@ def main() -> None:
             single = paired_query(query[:, :heads, :1], t.shape[-1])
             decode.attend_half(single, t, value[:, :2], frames, attention_mask, 0.1)
     # Key map and decoding do not depend on the form.
-    maps.query_map(query, cos, sin, "strict", False, width, free)
-    maps.query_gradient(query, grad, cos, sin, "strict", False, width, free)
+    strict = Pairing(FORMS["strict"], False, width, free)
+    maps.query_map(query, cos, sin, strict)
+    maps.query_gradient(query, grad, cos, sin, strict)
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def test_output_and_gradients_agree_with_scores_at_positions(take, way, shape, w
         rows = segments[:, keys - queries :]
         visible = visible & (rows[:, :, None] == segments[:, None]).unsqueeze(1)
     options = {"max_distance": limit, "window": window, "scale": 0.3}
-    ours = attend_clipped(*leaves, None, segments, *places, **options)
+    ours = attend_clipped(*leaves, *places, segments=segments, **options)
     query, key, far_query, far_key, value = (
         x.repeat_interleave(4 // x.shape[1], 1) for x in leaves
     )
@@ -194,7 +194,9 @@ def test_masks_of_float16_hide_however_large_the_scores_are():
         query = query_map(30 * q, *tables, form="strict")
         key, far = key_map(t, *tables), far_query_map(query, 0)
         options = {"max_distance": LIMIT, "is_causal": False}
-        return attend_clipped(query, key, far, t, v, additive, None, places, places, **options)
+        return attend_clipped(
+            query, key, far, t, v, places, places, attention_mask=additive, **options
+        )
 
     changed = t.clone()
     changed[..., -1, :] += 90  # scores beyond the range of float16

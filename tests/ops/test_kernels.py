@@ -11,6 +11,7 @@ import torch
 
 import operands
 from coca_attention.ops import FORMS, Rotation, kernels, key_map, query_map
+from coca_attention.ops.forms import Pairing
 from covering import covering
 
 pytest.importorskip("triton")
@@ -98,12 +99,13 @@ def test_offsets_beyond_int32(axis):
     """Heads or rows 2^30 elements apart, on untouched memory: int32 offsets would crash."""
     from coca_attention.ops.kernels import maps
 
+    slack = Pairing(FORMS["slack"], False, 8, 0)
     near = tensor(*(1, 3, 1, 8) if axis == 1 else (1, 1, 3, 8), dtype=torch.bfloat16)
     far = near.new_empty(2**31 + 8).as_strided(near.shape, (0, 2**30, 2**30, 1)).copy_(near)
     cos, sin = (x.unsqueeze(0) for x in Rotation(8).tables(torch.arange(near.shape[2]).to(DEVICE)))
     for function in (
-        lambda x: maps.query_map(x, cos, sin, "slack", False, 8, 0),
-        lambda x: maps.query_gradient(near, x, cos, sin, "slack", False, 8, 0),
+        lambda x: maps.query_map(x, cos, sin, slack),
+        lambda x: maps.query_gradient(near, x, cos, sin, slack),
         lambda x: maps.key_map(x[..., :4], cos, sin, 0),
         lambda x: maps.key_gradient(x, cos, sin, 0),
     ):

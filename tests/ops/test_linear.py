@@ -5,7 +5,7 @@ import torch
 
 import oracle
 from coca_attention.ops import RULES, Rotation, coca_linear_attention
-from operands import assert_same_with_gradients, operands
+from operands import assert_same_with_gradients, normal, operands
 
 
 def make(kv_heads=2, length=150, dtype=torch.float64):
@@ -118,13 +118,14 @@ def test_half_precision_is_as_exact_as_its_inputs(dtype):
         ({"form": "slack"}, "shift-invariant"),
         ({"rotation": Rotation(16, max_distance=8)}, "max_distance"),
         ({"rotation": Rotation(16, rule=RULES["dynamic"](2.0, 8))}, "follows"),
-        ({"key_coefficients": torch.ones(2, 2, 10, 16)}, "key_coefficients must be"),
-        ({"value": torch.ones(2, 2, 9, 7)}, "value must be"),
+        ({"key_coefficients": normal(2, 2, 10, 16)}, "key_coefficients must be"),
+        ({"value": normal(2, 2, 9, 7)}, "key length must match"),
+        ({"value": normal(2, 2, 10, 7).float()}, "share one floating dtype"),
     ],
 )
 def test_what_has_no_state_and_wrong_shapes_are_refused(options, words):
     tensors = dict(zip(("query", "key_coefficients", "value"), make(length=10), strict=True))
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((ValueError, TypeError), match=words):
         coca_linear_attention(**tensors | options)
 
 

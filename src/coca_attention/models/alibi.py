@@ -86,18 +86,13 @@ class AlibiGPTNeoXAttention(GPTNeoXAttention):
         if layer_past is not None:
             key, value = layer_past.update(key, value, self.layer_idx)
         query, key = augment(query, key, self.scaling)
+        value = F.pad(value, (0, EXTRA_COLUMNS))
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
+        kwargs["dropout"] = self.attention_dropout if self.training else 0.0
         output, weights = attention(
-            self,
-            query,
-            key,
-            F.pad(value, (0, EXTRA_COLUMNS)),
-            attention_mask,
-            scaling=self.scaling,
-            dropout=self.attention_dropout if self.training else 0.0,
-            **kwargs,
+            self, query, key, value, attention_mask, scaling=self.scaling, **kwargs
         )
         output = output.view(batch, length, -1, query.shape[-1])[..., : self.head_size]
         return self.dense(output.reshape(batch, length, -1)), weights

@@ -42,7 +42,7 @@ def eager_attention(
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scaling * Q K^T + mask) V (B, T, H, D) without a fused kernel, and the weights."""
-    repeats: Any = module.num_key_value_groups
+    repeats: int = module.num_key_value_groups  # pyright: ignore[reportAssignmentType]
     # As fused kernels do. The families' own function computes scores in the model's dtype, and
     # |q|^2 exceeds the range of float16.
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -66,31 +66,41 @@ class CollinearAttention(nn.Module):
     kernel_scale: ClassVar[float] = score_scale(torch.float16)
     num_key_value_groups = 1  # of families without grouped heads; the others set theirs
 
-    def __init__(self: Any, config: PreTrainedConfig, layer_idx: int) -> None:
+    config: PreTrainedConfig
+    layer_idx: int
+    head_dim: int
+    free_pairs: int
+    scaling: float
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)  # pyright: ignore[reportCallIssue]
         replace_key_projection(self)
 
-    def project(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, T, D) before rotation, coefficients (B, G, T, P + F) and V (B, G, T, D)."""
         norms = (head_norm(self, name, self.layout) for name in ("q_norm", "t_norm"))
         return project_collinear(self, hidden_states, self.config.coca_linear, *norms)
 
-    def map_query(self: Any, projected: Tensor, angles: Angles, cos: Tensor, sin: Tensor) -> Tensor:
+    def map_query(self, projected: Tensor, angles: Angles, cos: Tensor, sin: Tensor) -> Tensor:
         """Q' of q before rotation, both (B, H, T, D), with these tables and the angles' factor."""
         return query_map(
             projected,
             cos,
             sin,
-            form=self.config.coca_form,
             scale=self.scaling / self.kernel_scale,
             factor=angles.factor,
-            interleaved=self.layout.interleaved,
             free_pairs=self.free_pairs,
-            parameters=getattr(self, "form_parameters", None),
+            **self._form(),
         )
 
+    def _form(self) -> dict[str, Any]:
+        """Settings of `query_map` that do not depend on the pass."""
+        learned = getattr(self, "form_parameters", None)
+        interleaved = self.layout.interleaved
+        return {"form": self.config.coca_form, "interleaved": interleaved, "parameters": learned}
+
     def forward(
-        self: Any,
+        self,
         hidden_states: Tensor,
         attention_mask: Any = None,
         position_embeddings: Angles | None = None,
@@ -105,61 +115,43 @@ class CollinearAttention(nn.Module):
         projected, coefficients, value = self.project(hidden_states)
         if decoder_pass.linear is not None:
             turns, mask = decoder_pass.linear
+            at = {"cache": cache, "layer_idx": self.layer_idx, "mask": mask}
             output = attend_linear_cached(
-                projected,
-                coefficients,
-                value,
-                turns,
-                cache=cache,
-                layer_idx=self.layer_idx,
-                mask=mask,
-                form=self.config.coca_form,
-                interleaved=self.layout.interleaved,
-                parameters=getattr(self, "form_parameters", None),
-            )
-            return self._projected(output.transpose(1, 2), hidden_states), None
-        layer = decoder_pass.layer(
-            self, attention_mask, position_embeddings, cache, hidden_states.shape[1]
-        )
+                projected, coefficients, value, turns, **at, **self._form()
+            ).transpose(1, 2)
+            return self._projected(output, hidden_states), None
+        length, weights = hidden_states.shape[1], None
+        layer = decoder_pass.layer(self, attention_mask, position_embeddings, cache, length)
         half = self.config.kv_cache == "half" or layer.angles.far is not None
         if half:
             coefficients, value = self._cached(cache, coefficients, value, kwargs)
         layer = layer.within_limits(coefficients.shape[-2])
         query = self.map_query(projected, layer.angles, layer.angles.cos, layer.angles.sin)
-        path, weights = layer.path(query, coefficients if half else None), None
+        path = layer.path(query, coefficients if half else None)
         if path == "far":
             output, weights = layer.attend_far(projected, query, coefficients, value)
-            return self._projected(output, hidden_states), weights
-        if path == "half":
+        elif path == "half":
             output = layer.attend_half(query, coefficients, value)
-            return self._projected(output, hidden_states), None
-        tables = layer.key_tables(coefficients.shape[-2])
-        key = key_map(coefficients, *tables, free_pairs=self.free_pairs)
-        if not half:
-            key, value = self._cached(cache, key, value, kwargs)
-        if path == "blocks":
-            output = layer.attend_keys(query, key, value)
         else:
-            mask, bias = layer.mask_and_bias(query, key.shape[-2])
-            # Here, because vLLM looks for the call and its scaling in the source of `forward`.
-            attention = ALL_ATTENTION_FUNCTIONS.get_interface(
-                self.config._attn_implementation, eager_attention
-            )
-            output, weights = attention(
-                self,
-                query,
-                key,
-                value,
-                mask,
-                scaling=self.kernel_scale,
-                dropout=layer.dropout,
-                sliding_window=layer.window,
-                **bias,
-                **kwargs,
-            )
+            tables = layer.key_tables(coefficients.shape[-2])
+            key = key_map(coefficients, *tables, free_pairs=self.free_pairs)
+            if not half:
+                key, value = self._cached(cache, key, value, kwargs)
+            if path == "blocks":
+                output = layer.attend_keys(query, key, value)
+            else:
+                mask, bias = layer.mask_and_bias(query, key.shape[-2])
+                # Here, because vLLM looks for the call and its scaling in the source of `forward`.
+                attention = ALL_ATTENTION_FUNCTIONS.get_interface(
+                    self.config._attn_implementation, eager_attention
+                )
+                options = {"dropout": layer.dropout, "sliding_window": layer.window, **bias}
+                output, weights = attention(
+                    self, query, key, value, mask, scaling=self.kernel_scale, **options, **kwargs
+                )
         return self._projected(output, hidden_states), weights
 
-    def _projected(self: Any, output: Tensor, hidden_states: Tensor) -> Tensor:
+    def _projected(self, output: Tensor, hidden_states: Tensor) -> Tensor:
         """(B, T, H, D), or (B * T, H * D) from a serving engine, to (B, T, hidden)."""
         output = output.reshape(*hidden_states.shape[:-1], -1).contiguous()
         output = self.get_submodule(self.layout.output_name)(output)
@@ -167,7 +159,7 @@ class CollinearAttention(nn.Module):
         return F.dropout(output, dropout, self.training) if dropout else output
 
     def _cached(
-        self: Any, cache: Cache | None, key: Tensor, value: Tensor, kwargs: dict[str, Any]
+        self, cache: Cache | None, key: Tensor, value: Tensor, kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
         """All keys and values of this layer, those of this pass added; without a cache, these.
 

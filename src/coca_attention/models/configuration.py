@@ -8,9 +8,9 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from coca_attention.errors import UserError
-from coca_attention.ops import RULES, Rotation, get_form
+from coca_attention.ops import RULES, Rotation, Rule, get_form
 from coca_attention.ops.checks import check_heads, check_whole, check_width
-from coca_attention.ops.clipped import check_clipped_form
+from coca_attention.ops.forms import check_shift_invariant
 from coca_attention.ops.linear import check_linear
 from coca_attention.roles import Roles
 
@@ -183,6 +183,11 @@ def counts_distances(config: PreTrainedConfig) -> bool:
     return bool(rope.get("decay")) or rope.get("max_distance") is not None
 
 
+def rope_type_of(kind: str) -> str:
+    """What ``rope_parameters`` call a rule."""
+    return "default" if kind == Rule.kind else kind
+
+
 def rotation(config: PreTrainedConfig, layer_type: str | None = None) -> Rotation:
     """The rotation described by ``rope_parameters``; ValueError if one is out of range."""
     rope = rope_parameters(config, layer_type)
@@ -191,7 +196,7 @@ def rotation(config: PreTrainedConfig, layer_type: str | None = None) -> Rotatio
         kept = ("rope_theta", "partial_rotary_factor")
         rope = rope.get(LOCAL_RULE) or {name: rope[name] for name in kept if name in rope}
     rope_type = rope.get("rope_type", "default")
-    rules = {rule.rope_type: rule for rule in RULES.values()}
+    rules = {rope_type_of(kind): rule for kind, rule in RULES.items()}
     if rope_type not in rules:
         raise ValueError(
             f"rope_type {rope_type!r} is not supported by CoCA models; choose one of "
@@ -229,12 +234,12 @@ def transformers_frequencies(
 
 def add_rope_types() -> None:
     """Add the rope types of all registered rules to Transformers."""
-    for rule in RULES.values():
-        check = f"_validate_{rule.rope_type}_rope_parameters"
+    for rope_type in map(rope_type_of, RULES):
+        check = f"_validate_{rope_type}_rope_parameters"
         if not hasattr(PreTrainedConfig, check):
             # Transformers warns about rope types without a check; `rotation` does the checks.
             setattr(CoCAConfig, check, lambda *_, **__: None)
-            ROPE_INIT_FUNCTIONS.setdefault(rule.rope_type, transformers_frequencies)
+            ROPE_INIT_FUNCTIONS.setdefault(rope_type, transformers_frequencies)
 
 
 @dataclass(kw_only=True, repr=False)
@@ -288,7 +293,7 @@ class CoCAConfig:
         check_heads(heads, getattr(self, "num_key_value_heads", None) or heads)
         kinds = sorted(set(getattr(self, "layer_types", None) or {GLOBAL}))
         if LOCAL in layer_types(self):
-            # A window of the query alone leaves no cache, which Transformers then never empties.
+            # A window of one token, the query's, leaves no cache, which Transformers never empties.
             smallest = 1 if self._sees_both_directions else 2
             window = getattr(self, "sliding_window", None)
             check_whole(f"sliding_window of {LOCAL} layers", window, smallest)
@@ -301,8 +306,8 @@ class CoCAConfig:
                 raise ValueError(
                     f"partial_rotary_factor must be at most 1, got {turning.width / width:g}"
                 )
-            if turning.max_distance is not None:
-                check_clipped_form(form, width // 2 - free)
+            if turning.max_distance is not None and free < width // 2:
+                check_shift_invariant(form, "max_distance")
             counts = (turning.temperature, turning.decay, turning.max_distance)
             if self._sees_both_directions and any(x is not None for x in counts):
                 raise ValueError(

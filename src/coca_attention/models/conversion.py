@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -159,14 +159,11 @@ def _warn_if_unaffected(config: PreTrainedConfig) -> None:
     found, window = rotation(config, GLOBAL), window_of(config)
     limit, length = found.max_distance, found.temperature
     if window is not None and limit and length and window <= min(limit + 1, length):
-        log.warning(
-            "Limiting distances to %s tokens changes nothing: every layer sees the last %s tokens.",
-            f"{limit:,}",
-            f"{window:,}",
-        )
+        seen = f"every layer sees the last {window:,} tokens"
+        log.warning(f"Limiting distances to {limit:,} tokens changes nothing: {seen}.")
 
 
-def _find_family(model: Any) -> tuple[Family, type]:
+def _find_family(model: PreTrainedModel) -> tuple[Family, type]:
     """The family of a vanilla model, and its new class."""
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel) and not hasattr(model, "merge_and_unload"):
@@ -199,7 +196,7 @@ def _find_family(model: Any) -> tuple[Family, type]:
     )
 
 
-def _obstacle(model: Any) -> str | None:
+def _obstacle(model: PreTrainedModel) -> str | None:
     """Why a model's attention cannot be converted; None if nothing but its family is unknown."""
     config = model.config.get_text_config()
     skips = 0 in (getattr(config, "no_rope_layers", None) or ())
@@ -218,7 +215,7 @@ def _obstacle(model: Any) -> str | None:
     return next((what for what, present in found.items() if what and present), None)
 
 
-def _check_projections(modules: list[Any], layout: AttentionLayout) -> None:
+def _check_projections(modules: Sequence[nn.Module], layout: AttentionLayout) -> None:
     if len(set(map(id, modules))) < len(modules):
         raise UserError("layers share an attention module, which is not supported")
     for index, attention in enumerate(modules):
@@ -239,14 +236,16 @@ def _check_projections(modules: list[Any], layout: AttentionLayout) -> None:
                 )
 
 
-def _new_configuration(family: Family, old: PreTrainedConfig, wanted: Conversion) -> Any:
+def _new_configuration(
+    family: Family, old: PreTrainedConfig, wanted: Conversion
+) -> PreTrainedConfig:
     """The configuration of the converted model."""
     # An auto_map would name code of the original.
     foreign = ("model_type", "architectures", "auto_map")
     values = {k: v for k, v in old.to_dict().items() if k not in foreign}
     added = _added_fields(old, wanted)
     try:
-        config: PreTrainedConfig = family.config.from_dict({**values, **added})
+        config = family.config.from_dict({**values, **added})
     except Exception as error:
         # Strict configurations wrap the errors of their checks.
         raise UserError(f"not a valid configuration of a CoCA model: {error}") from error
@@ -290,7 +289,10 @@ def _added_fields(config: PreTrainedConfig, wanted: Conversion) -> dict[str, Any
     return added | role_fields(wanted.roles, wanted.form, config, length)
 
 
-MODELS: dict[str, Any] = {"llama": LlamaForCausalLM, "gpt_neox": GPTNeoXForCausalLM}
+MODELS: dict[str, type[PreTrainedModel]] = {
+    "llama": LlamaForCausalLM,
+    "gpt_neox": GPTNeoXForCausalLM,
+}
 """Model types of the authors' checkpoints."""
 RENAMED = {r"self_attn\.t_proj": "self_attn.k_proj", r"^embed_out\.": "lm_head."}
 """By the authors' names, those of a vanilla model's tensors: T is as wide as the keys, and in
@@ -343,10 +345,10 @@ def load_original(source: str | Path, *, dtype: torch.dtype | None = None) -> Pr
     return convert(model, "slack").eval()
 
 
-def _original_configuration(folder: Path) -> Any:
+def _original_configuration(folder: Path) -> PreTrainedConfig:
     """The configuration of the vanilla model that a checkpoint of the authors fits."""
     try:
-        settings: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: config.json cannot be read: {error}") from error
     kind = settings.get("model_type") if isinstance(settings, Mapping) else None

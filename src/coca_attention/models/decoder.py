@@ -4,6 +4,7 @@ A CoCA model is the family's own model with its attention modules replaced in pl
 built from a configuration, loaded, or converted.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,7 +93,9 @@ def replace_attention(body: Any, cls: type) -> None:
 class CollinearPreTrained:
     """What decoder and language model share: initialization of weights."""
 
-    def _init_weights(self: Any, module: nn.Module) -> None:
+    config: PreTrainedConfig
+
+    def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, FoldedLinear):
             module.init_folded(self.config.initializer_range)
             return
@@ -107,20 +110,22 @@ class CollinearPreTrained:
 class CollinearModel(CollinearPreTrained):
     """A decoder with collinear attention that derives the true position of every token."""
 
-    config_class: Any
     attention_class: type[CollinearAttention]
+    dtype: torch.dtype
+    layers: nn.ModuleList
+    rotary_emb: CoCARotary
+    post_init: Callable[[], None]
 
     # vLLM checks arguments by these annotations with isinstance(), the first one by that of self.
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)  # pyright: ignore[reportCallIssue]
-        model: Any = self
-        if model.config._attn_implementation in ENGINES:
-            check_mixing(model.config, model.config._attn_implementation, distances=False)
-        replace_attention(model, type(self))
-        model.post_init()
+        if self.config._attn_implementation in ENGINES:
+            check_mixing(self.config, self.config._attn_implementation, distances=False)
+        replace_attention(self, type(self))
+        self.post_init()
 
     def forward(
-        self: Any,
+        self,
         input_ids: Any = None,
         attention_mask: Any = None,
         position_ids: Any = None,
@@ -153,7 +158,7 @@ class CollinearModel(CollinearPreTrained):
             **kwargs,
         )
 
-    def _pass(self: Any, reading: "Reading", options: dict[str, Any]) -> Pass:
+    def _pass(self, reading: "Reading", options: dict[str, Any]) -> Pass:
         """What this pass hands to all layers, given the other arguments of the decoder."""
         if self.config.coca_linear:
             return Pass(linear=self._linear(reading))
@@ -161,7 +166,7 @@ class CollinearModel(CollinearPreTrained):
         roles = self._roles(reading, band) if has_own_roles(self.config) else None
         return Pass(self._positions(reading, options), band, roles)
 
-    def _positions(self: Any, reading: "Reading", options: dict[str, Any]) -> KeyPositions | None:
+    def _positions(self, reading: "Reading", options: dict[str, Any]) -> KeyPositions | None:
         """Positions of the keys, where scores depend on them or the cache has no effective keys."""
         counts = counts_distances(self.config)
         if counts and not getattr(self.config, "is_causal", True):
@@ -175,7 +180,7 @@ class CollinearModel(CollinearPreTrained):
             return CachedPositions(self, reading.cache, reading.position_ids, reading.padding)
         return None
 
-    def _band(self: Any, reading: "Reading", use_cache: bool | None) -> Band | None:
+    def _band(self, reading: "Reading", use_cache: bool | None) -> Band | None:
         """What layers hide by themselves under SDPA; None leaves the masks to Transformers."""
         mask, cache, length = reading.mask, reading.cache, reading.length
         causal = self.attention_class.layout.modules(self)[0].is_causal
@@ -207,7 +212,7 @@ class CollinearModel(CollinearPreTrained):
         segments = find_packed_sequence_indices(reading.position_ids.expand(reading.batch, -1))
         return plain if segments is None else Band(segments)
 
-    def _linear(self: Any, reading: "Reading") -> tuple[Turns, Tensor | None]:
+    def _linear(self, reading: "Reading") -> tuple[Turns, Tensor | None]:
         """Positions of linear attention, and which of the tokens of this pass are real."""
         mask, positions = reading.mask, reading.position_ids
         if reading.is_placed and mask is None and reading.cache is None:
@@ -225,7 +230,7 @@ class CollinearModel(CollinearPreTrained):
         settings = self.config.coca_form, rotation(self.config)
         return linear_turns(*settings, positions, dtype, mask), mask
 
-    def _roles(self: Any, reading: "Reading", band: Band | None) -> dict[str, tuple[Mask, Angles]]:
+    def _roles(self, reading: "Reading", band: Band | None) -> dict[str, tuple[Mask, Angles]]:
         """Mask, unless layers form it, and angles of local and of global layers."""
         shape, positions = (reading.batch, reading.length, 0), reading.position_ids
         like = torch.empty(shape, dtype=self.dtype, device=positions.device)
@@ -293,8 +298,10 @@ class CollinearHead(CollinearPreTrained):
     """A model for a task, with a `CollinearModel` as its body."""
 
     body_class: type[CollinearModel]
+    base_model: nn.Module
+    post_init: Callable[[], None]
 
-    def __init__(self: Any, config: PreTrainedConfig) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)  # pyright: ignore[reportCallIssue]
         # Transformers' generic heads ask AutoModel for the body.
         if not isinstance(self.base_model, CollinearModel):
@@ -306,13 +313,13 @@ class CollinearHead(CollinearPreTrained):
 class CollinearForCausalLM(CollinearHead):
     """A causal language model with a `CollinearModel` as its decoder."""
 
-    def _get_static_cache_init_shape(self: Any) -> Any:
+    def _get_static_cache_init_shape(self) -> Any:
         # Transformers assumes keys as wide as values; without a shape, the first update decides.
         if self.config.kv_cache == "half" or rotation(self.config).max_distance is not None:
             return None
         return super()._get_static_cache_init_shape()  # pyright: ignore[reportAttributeAccessIssue]
 
-    def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Transformers' continuous batching; ValueError if cache or rotation rule it out."""
         if self.config.kv_cache == "half":  # in one pool with values
             raise ValueError(

@@ -34,7 +34,7 @@ def extend_context(
 
     Which method is best depends on the model: ``coca extend MODEL TARGET --check TEXT`` measures
     them. With ``yarn``, ``dynamic`` and ``ntk`` the model stays of its Transformers class, and what
-    `save_pretrained` writes is loaded by Transformers alone.
+    `save_pretrained` writes loads without this package.
 
     Args:
         model: A loaded model of a supported family, with rotary positions as in training.
@@ -114,7 +114,7 @@ def _set_rule(model: PreTrainedModel, method: Method, length: int, to: int) -> N
             f"method {method} would replace the {present} scaling that the model was trained with: "
             "choose limited"
         )
-    longest, factor = config.max_position_embeddings, to / length
+    before, longest, factor = config.rope_parameters, config.max_position_embeddings, to / length
     if method == "ntk":
         set_rotary_scaling(model, "none")
         rope, rotary = rope_parameters(config), rotation(config, "full_attention")
@@ -126,7 +126,6 @@ def _set_rule(model: PreTrainedModel, method: Method, length: int, to: int) -> N
     config.max_position_embeddings = length if method == "dynamic" else to
     try:
         type(config).from_dict(config.to_dict())
-    except Exception as error:  # whatever a family checks (Phi-3 takes longrope alone)
-        set_rotary_scaling(model, "none")
-        config.max_position_embeddings = longest
+    except Exception as error:  # whatever a family checks (Phi-3 takes only longrope)
+        config.rope_parameters, config.max_position_embeddings = before, longest
         raise UserError(f"{config.model_type} cannot be saved with {method}: {error}") from error

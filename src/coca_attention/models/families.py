@@ -13,7 +13,7 @@ from typing import Any
 
 import transformers
 from huggingface_hub.dataclasses import strict
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -45,7 +45,7 @@ from coca_attention.models.configuration import (
 from coca_attention.models.decoder import CollinearForCausalLM, CollinearHead, CollinearModel
 from coca_attention.models.projections import AttentionLayout
 
-HEADS: dict[Any, type] = {
+HEADS: dict[type, type] = {
     AutoModelForSequenceClassification: GenericForSequenceClassification,
     AutoModelForTokenClassification: GenericForTokenClassification,
     AutoModelForQuestionAnswering: GenericForQuestionAnswering,
@@ -68,7 +68,7 @@ class Family:
     """`CollinearAttention`, or a subclass with what the attention has of its own."""
 
     @property
-    def vanilla_body(self) -> Any:
+    def vanilla_body(self) -> type[PreTrainedModel]:
         """Transformers' decoder or encoder."""
         return AutoModel._model_mapping[self.vanilla.config_class]
 
@@ -78,7 +78,7 @@ class Family:
         return _beside(self.vanilla, "RotaryEmbedding")
 
     @cached_property
-    def config(self) -> Any:
+    def config(self) -> type[PreTrainedConfig]:
         """The CoCA class of the configuration."""
         theirs = self.vanilla.config_class
         made = _make_class(
@@ -106,7 +106,7 @@ class Family:
         return self._model(self.vanilla.__name__, (mixin, self.vanilla), body_class=self.body)
 
     @cached_property
-    def classes(self) -> list[tuple[Any, Any, Any]]:
+    def classes(self) -> list[tuple[type, type[PreTrainedModel] | None, type]]:
         """All models of the family: Auto class, vanilla class if there is one, CoCA class."""
         return [
             (AutoModel, self.vanilla_body, self.body),
@@ -117,7 +117,7 @@ class Family:
     def _model(self, name: str, bases: tuple[type, ...], **attributes: Any) -> Any:
         return _make_class(name, bases, __annotations__={"config": self.config}, **attributes)
 
-    def _head(self, auto: Any, generic: type) -> tuple[Any, Any, Any]:
+    def _head(self, auto: Any, generic: type) -> tuple[type, type[PreTrainedModel] | None, type]:
         """A row of `classes` for a task, for which Transformers may have no class."""
         vanilla = auto._model_mapping.get(self.vanilla.config_class, None)
         own = next(x for x in self.vanilla_body.__mro__ if PreTrainedModel in x.__bases__)
@@ -126,7 +126,7 @@ class Family:
         return auto, vanilla, self._model(f"{name}For{task}", bases, body_class=self.body)
 
 
-def _auto_class(model: type) -> Any:
+def _auto_class(model: type) -> type:
     """The Auto class of a language model."""
     return getattr(transformers, f"AutoModelFor{model.__name__.partition('For')[2]}")
 
@@ -161,7 +161,7 @@ def _sharding_plan(config: type[PreTrainedConfig], layout: AttentionLayout) -> d
 class GPTNeoXFields(CoCAConfig):
     """GPT-NeoX, which the paper trains from scratch; by default whole heads are rotated."""
 
-    def convert_rope_params_to_dict(self, **kwargs: Any) -> Any:
+    def convert_rope_params_to_dict(self, **kwargs: object) -> dict[str, object]:
         kwargs.setdefault("rotary_pct", 1.0)
         return super().convert_rope_params_to_dict(**kwargs)  # pyright: ignore
 
@@ -169,12 +169,14 @@ class GPTNeoXFields(CoCAConfig):
 class GPTNeoXMixin(CollinearAttention):
     """Names of GPT-NeoX that differ from Llama's."""
 
+    head_size: int
+
     @property
-    def head_dim(self: Any) -> int:
+    def head_dim(self) -> int:
         return self.head_size
 
 
-def _split_heads(attention: Any, fused: Tensor) -> Sequence[Tensor]:
+def _split_heads(attention: nn.Module, fused: Tensor) -> Sequence[Tensor]:
     """Split a fused projection that is ordered by head: query, key and value of each head."""
     heads = fused.unflatten(-1, (-1, 3, attention.head_size))
     return [x.flatten(-2) for x in heads.unbind(-2)]
@@ -197,7 +199,7 @@ class Phi3Fields(CoCAConfig):
         super(Phi3Config, self).validate_rope()  # pyright: ignore
 
 
-def _split_sections(attention: Any, fused: Tensor) -> Sequence[Tensor]:
+def _split_sections(attention: nn.Module, fused: Tensor) -> Sequence[Tensor]:
     """Split a fused projection into all queries, all keys and all values."""
     keys = fused.shape[-1] // (attention.num_key_value_groups + 2)
     return fused.split((keys * attention.num_key_value_groups, keys, keys), dim=-1)
@@ -214,15 +216,17 @@ class ModernBertFields(CoCAConfig):
 class ModernBertMixin(CollinearAttention):
     """Names of ModernBERT that differ from Llama's, and a dropout of the output."""
 
+    out_drop: nn.Module
+
     @property
-    def layer_type(self: Any) -> str:
+    def layer_type(self) -> str:
         return self.config.layer_types[self.layer_idx]
 
     @property
-    def scaling(self: Any) -> float:
+    def scaling(self) -> float:
         return self.head_dim**-0.5
 
-    def _projected(self: Any, output: Tensor, hidden_states: Tensor) -> Tensor:
+    def _projected(self, output: Tensor, hidden_states: Tensor) -> Tensor:
         return self.out_drop(super()._projected(output, hidden_states))
 
 
@@ -289,7 +293,7 @@ FAMILIES: list[Family] = [
 ]
 
 
-def family_of(model: Any) -> Family:
+def family_of(model: object) -> Family:
     """The family of a causal language model, vanilla or CoCA; UserError if it has none."""
     for family in FAMILIES:
         # Only the exact vanilla class: a subclass may have a different attention.
@@ -315,7 +319,7 @@ def decoders() -> dict[str, Family]:
     return found
 
 
-def supported_families(model: Any) -> str:
+def supported_families(model: object) -> str:
     """Names of the families, for error messages about an unsupported model."""
     names = ", ".join(family.vanilla.config_class.model_type for family in FAMILIES)
     adapted = hasattr(model, "merge_and_unload")

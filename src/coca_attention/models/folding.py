@@ -1,7 +1,6 @@
 """A temperature for a longer context, folded into the queries of layers that see the whole text."""
 
 import math
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,10 +17,10 @@ def global_queries(model: PreTrainedModel) -> list[nn.Module]:
         UserError: If there is no such layer beside local ones, if its queries are not a module of
             their own or are normalised afterwards, or if the model has a temperature already.
     """
-    body: Any = model.base_model
     config: PreTrainedConfig = model.config.get_text_config()
+    layers: nn.ModuleList = model.base_model.layers  # pyright: ignore[reportAssignmentType]
     queries = []
-    for layer, kind in zip(body.layers, layer_types(config), strict=True):
+    for layer, kind in zip(layers, layer_types(config), strict=True):
         if kind == GLOBAL:
             modules = dict(layer.named_modules())
             found = [each for name, each in modules.items() if name.endswith(".q_proj")]
@@ -31,11 +30,11 @@ def global_queries(model: PreTrainedModel) -> list[nn.Module]:
                     "scores, so no temperature can be folded into it"
                 )
             queries += found
-    if not 0 < len(queries) < len(body.layers):
+    if not 0 < len(queries) < len(layers):
         raise UserError(
             "a temperature is folded into global layers beside local ones (model.layers: llg)"
         )
-    if (rope_parameters(config) or {}).get("temperature") is not None:
+    if rope_parameters(config).get("temperature") is not None:
         raise UserError("the model has a temperature, which grows with the text: fold none")
     return queries
 
@@ -60,7 +59,7 @@ def fold_temperature(model: PreTrainedModel, context: int) -> float:
     """
     length: int = model.config.get_text_config().max_position_embeddings
     if context < length:
-        raise UserError(f"--context must be at least the training length, {length}; got {context}")
+        raise UserError(f"context must be at least the training length, {length}; got {context}")
     factor = math.log(context + 1) / math.log(length + 1)
     for query in global_queries(model):
         for weight in query.parameters():

@@ -107,7 +107,7 @@ class KeyPositions:
 
 
 class CachedPositions(KeyPositions):
-    """Positions of all slots of a cache, or of the tokens alone."""
+    """Positions of all slots of a cache; without one, of the tokens."""
 
     def __init__(
         self, body: Any, cache: Cache | None, position_ids: Tensor, mask: Tensor | None

@@ -53,9 +53,9 @@ Mask = Band | Tensor | BlockMask | None
 """What hides keys from the queries of a layer.
 
 - `Band`: the layer itself, in blocks of queries.
-- Tensor: this alone, (B, 1 or H, T, S), boolean (True = may attend) or added to the scores; or what
-  another attention function takes, such as (B, S) for FlashAttention.
-- BlockMask: this alone, for FlexAttention.
+- Tensor: it says all, (B, 1 or H, T, S), boolean (True = may attend) or added to the scores; or it
+  is what another attention function takes, such as (B, S) for FlashAttention.
+- BlockMask: it says all, for FlexAttention.
 - None: the attention function hides later tokens, and nothing else is hidden.
 """
 
@@ -104,7 +104,7 @@ class LayerPass(NamedTuple):
     first: int  # slot that the layer's cache returns
 
     @property
-    def kind(self) -> str | None:
+    def layer_type(self) -> str | None:
         """Type of the layer, where families or roles have several."""
         return getattr(self.module, "layer_type", None)
 
@@ -114,7 +114,7 @@ class LayerPass(NamedTuple):
         return getattr(self.module, "sliding_window", window_of(self.module.config))
 
     @property
-    def implementation(self) -> str:
+    def function(self) -> str:
         """Name of the attention function."""
         return self.module.config._attn_implementation
 
@@ -133,6 +133,10 @@ class LayerPass(NamedTuple):
         assert self.positions is not None  # passed by the decoder wherever it is asked for
         return self.positions
 
+    def _places(self, keys: int) -> tuple[Tensor, Tensor]:
+        """Positions of the queries, and of so many keys."""
+        return self._at.places(self.layer_type, self.first, keys)
+
     def _options(self, keys: int) -> dict[str, Any]:
         """Those that `attend` and `attend_clipped` share, for the last so many keys."""
         segments = self.mask.segments if isinstance(self.mask, Band) else None
@@ -147,11 +151,23 @@ class LayerPass(NamedTuple):
         return self.mask is None and query.shape[-2] > 1
 
     def within_limits(self, keys: int) -> "LayerPass":
-        """The same without a largest distance if no key is beyond it; see `_check_limits`."""
+        """The same without a largest distance if no key is beyond it.
+
+        ValueError if the attention function cannot attend with one.
+        """
         if self.angles.far is None:
             return self
-        beyond = min(keys, self.window or keys) > self.angles.far.max_distance
-        self._check_limits(beyond)
+        beyond, name = min(keys, self.window or keys) > self.angles.far.max_distance, self.function
+        able = name in ("sdpa", "eager", "paged|eager", "flex_attention")
+        if not beyond:
+            # Every function can that gets all keys. Serving engines keep keys themselves.
+            known = ("flash_attention_2", "flash_attention_3")
+            able = able or name in known or ("/" in name and not name.startswith("paged|"))
+        if not able:
+            raise ValueError(
+                "a model with max_distance has two scores for a query and a key, which needs the "
+                f"attention function sdpa, eager or flex_attention; got {name}"
+            )
         return self if beyond else self._replace(angles=self.angles._replace(far=None))
 
     def key_tables(self, keys: int) -> tuple[Tensor, Tensor]:
@@ -159,7 +175,7 @@ class LayerPass(NamedTuple):
         if self.positions is None or keys == self.angles.cos.shape[-2]:
             # Without positions Transformers has created the cache, which was empty before.
             return self.angles.cos, self.angles.sin
-        return self.positions.tables(self.kind, self.first, keys)
+        return self.positions.tables(self.layer_type, self.first, keys)
 
     def path(self, query: Tensor, coefficients: Tensor | None) -> Path:
         """What computes this layer, given coefficients (B, G, S, P + F) if they are cached."""
@@ -168,7 +184,7 @@ class LayerPass(NamedTuple):
         if coefficients is not None and self._decodes(query, coefficients):
             return "half"
         own = self.angles.decay is not None or isinstance(self.mask, Band)
-        return "blocks" if own and self.implementation == "sdpa" else "function"
+        return "blocks" if own and self.function == "sdpa" else "function"
 
     def _decodes(self, query: Tensor, coefficients: Tensor) -> bool:
         """Whether `attend_half` takes the place of ``scaled_dot_product_attention``."""
@@ -176,7 +192,7 @@ class LayerPass(NamedTuple):
         if (
             self.positions is None
             or query.shape[-2] != 1
-            or self.implementation != "sdpa"
+            or self.function != "sdpa"
             or (mask is not None and (mask.dtype != torch.bool or mask.shape[1] != 1))
             or self.module.training
             or torch.is_grad_enabled()
@@ -187,18 +203,21 @@ class LayerPass(NamedTuple):
     def _frames(self, query: Tensor, coefficients: Tensor) -> KeyFrames | None:
         """Tables of the keys for `attend_half`; None where tokens are not consecutive."""
         tile, pairs = tile_length(coefficients, query.shape[1]), self.module.head_dim // 2
-        return self._at.frames(self.kind, self.first, coefficients.shape[-2], pairs, tile)
+        return self._at.frames(self.layer_type, self.first, coefficients.shape[-2], pairs, tile)
 
     def attend_half(self, query: Tensor, coefficients: Tensor, value: Tensor) -> Tensor:
         """One token over a half cache."""
         keys = coefficients.shape[-2]
         mask = self.dense if self.angles.decay is None else self._with_decay(query, keys)
-        options: dict[str, Any] = {"attention_mask": mask, "scale": self.module.kernel_scale}
+        tensors, scale = (query, coefficients, value), self.module.kernel_scale
         if compiling():
-            tables = self._at.tables(self.kind, self.first, keys)
-            return attend_half_at(query, coefficients, value, *tables, **options).transpose(1, 2)
-        frames: Any = self._frames(query, coefficients)
-        return attend_half(query, coefficients, value, frames, **options).transpose(1, 2)
+            tables = self._at.tables(self.layer_type, self.first, keys)
+            output = attend_half_at(*tensors, *tables, attention_mask=mask, scale=scale)
+        else:
+            frames = self._frames(query, coefficients)
+            assert frames is not None  # see `_decodes`
+            output = attend_half(*tensors, frames, attention_mask=mask, scale=scale)
+        return output.transpose(1, 2)
 
     def attend_far(
         self, projected: Tensor, query: Tensor, coefficients: Tensor, value: Tensor
@@ -211,7 +230,7 @@ class LayerPass(NamedTuple):
         if self._begins(query) and not consecutive:
             keys, consecutive = length, True
             coefficients, value = coefficients[..., :keys, :], value[..., :keys, :]
-        flexible = self.implementation == "flex_attention"
+        flexible = self.function == "flex_attention"
         near = 0
         if consecutive and not flexible:
             near = max(0, keys - length - far.max_distance + 1)
@@ -225,7 +244,7 @@ class LayerPass(NamedTuple):
         )
         if flexible:
             query, *parts = side_by_side(*tensors)
-            places = self.kind, self.first, keys, self.dense, far.max_distance
+            places = self.layer_type, self.first, keys, self.dense, far.max_distance
             return ALL_ATTENTION_FUNCTIONS["flex_attention"](
                 self.module,
                 query,
@@ -242,14 +261,13 @@ class LayerPass(NamedTuple):
             "window": self.window if isinstance(self.mask, Band) else None,
             "scale": self.module.kernel_scale,
         }
-        places = self._at.places(self.kind, self.first, keys)
+        places = self._places(keys)
         options |= dict(zip(("query_positions", "key_positions"), places, strict=True))
         weights = None
-        if self.implementation == "eager":
+        if self.function == "eager":
             each = torch.eye(keys, dtype=value.dtype, device=value.device)
             each = each.expand(*value.shape[:2], -1, -1)
-            undropped: dict[str, Any] = {**options, "dropout": 0.0}
-            weights = attend_clipped(*tensors, each, **undropped)
+            weights = attend_clipped(*tensors, each, **{**options, "dropout": 0.0})
         output = attend_clipped(*tensors, value, **options)
         return output.transpose(1, 2), weights
 
@@ -260,7 +278,7 @@ class LayerPass(NamedTuple):
         if decay is not None:
             if self._begins(query):
                 key, value = key[..., :length, :], value[..., :length, :]
-            places = self._at.places(self.kind, self.first, key.shape[-2])
+            places = self._places(key.shape[-2])
         output = attend(
             query,
             key,
@@ -281,18 +299,18 @@ class LayerPass(NamedTuple):
         """
         if self.angles.decay is None:
             return self.dense, {}
-        if self.implementation == "flex_attention":
-            places = self._at.places(self.kind, self.first, keys)
+        if self.function == "flex_attention":
+            places = self._places(keys)
             queries, slots = (x.expand(len(query), -1) for x in places)
             wide = torch.promote_types(query.dtype, torch.float32)
             bias = DecayBetween(self.angles.decay, queries, slots, wide)
             return self.dense, {"position_bias": bias}
         shape = self.mask.shape if isinstance(self.mask, Tensor) else ()
         dense = len(shape) == 4 and shape[-1] == keys
-        if not dense and not self.implementation.endswith("eager"):
+        if not dense and not self.function.endswith("eager"):
             raise ValueError(
                 "a model with a decay needs an attention function that adds a bias to the "
-                f"scores, sdpa, eager or flex_attention; got {self.implementation}"
+                f"scores, sdpa, eager or flex_attention; got {self.function}"
             )
         return self._with_decay(query, keys).to(query.dtype), {}
 
@@ -300,22 +318,8 @@ class LayerPass(NamedTuple):
         """The mask with the decay added, in float32 or wider."""
         assert self.angles.decay is not None
         wide = torch.promote_types(query.dtype, torch.float32)
-        places = self._at.places(self.kind, self.first, keys)
+        places = self._places(keys)
         return with_bias(self.dense, self.angles.decay(*places, wide).unsqueeze(1))
-
-    def _check_limits(self, beyond: bool) -> None:
-        """Raise ValueError if the attention function cannot attend with a largest distance."""
-        name = self.implementation
-        able = name in ("sdpa", "eager", "paged|eager", "flex_attention")
-        if not beyond:
-            # Any function can that gets all keys. Serving engines keep keys themselves.
-            known = ("flash_attention_2", "flash_attention_3")
-            able = able or name in known or ("/" in name and not name.startswith("paged|"))
-        if not able:
-            raise ValueError(
-                "a model with max_distance has two scores for a query and a key, which needs the "
-                f"attention function sdpa, eager or flex_attention; got {name}"
-            )
 
 
 def halve_static_keys(module: Any) -> Any:

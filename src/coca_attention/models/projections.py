@@ -34,7 +34,7 @@ class AttentionLayout:
     """Number that a q or k norm adds to its weight."""
     fused_name: str | None = None
     """Name of the fused projection to queries, keys and values, if there is one."""
-    split_fused: Callable[[Any, Tensor], Sequence[Tensor]] | None = None
+    split_fused: Callable[[nn.Module, Tensor], Sequence[Tensor]] | None = None
     """From attention module and output (..., out) of the fused projection to queries, keys and
     values, with heads concatenated along the last dimension."""
 
@@ -68,7 +68,7 @@ def fold_heads(attention: Any, x: Tensor) -> Tensor:
 
 
 def head_norm(
-    attention: Any, name: str, layout: AttentionLayout
+    attention: nn.Module, name: str, layout: AttentionLayout
 ) -> Callable[[Tensor], Tensor] | None:
     """An attention module's norm as a function on (..., heads, width), or None."""
     norm = getattr(attention, name, None)
@@ -125,7 +125,7 @@ def initial_form_parameters(attention: Any) -> dict[str, Tensor]:
 
 def _from_rows(
     projection: nn.Linear, rows: Callable[[Tensor], Tensor], kind: type[nn.Linear] = nn.Linear
-) -> Any:
+) -> nn.Linear:
     """A projection whose outputs are ``rows`` of another one's, without shared storage."""
     new = kind.__new__(kind)
     nn.Module.__init__(new)  # that of Linear draws weights

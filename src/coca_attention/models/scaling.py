@@ -16,6 +16,7 @@ from coca_attention.models.configuration import (
     ROTATION_FIELDS,
     original_length,
     rope_parameters,
+    rope_type_of,
 )
 from coca_attention.models.families import FAMILIES, supported_families
 from coca_attention.models.rotary import CoCARotary, VanillaRotary
@@ -125,11 +126,12 @@ def _changed_parameters(
         check_whole(
             "the target length, in tokens and no less than L,", length, lowest, error=UserError
         )
-    changed = {name: rope[name] for name in KEPT if name in rope} | {"rope_type": rule.rope_type}
+    rope_type = rope_type_of(kind)
+    changed = {name: rope[name] for name in KEPT if name in rope} | {"rope_type": rope_type}
     if "training_length" in rule.field_names() and not issubclass(rule, NTK) and trained:
         # Transformers requires it to save the configuration.
         changed.setdefault("original_max_position_embeddings", trained)
-    current = rope if rope.get("rope_type", "default") == rule.rope_type else {}
+    current = rope if rope.get("rope_type", "default") == rope_type else {}
     for name in sorted(taken):
         value = given.get(name)
         if value is None and name != "length":  # a target is for one call

@@ -63,9 +63,9 @@ def attend(
             distance.
         positions: Positions of queries, (T,) or (B, T), and of keys, (S,) or (B, S), for the bias.
             Default: 0 … S - 1, and the last T of them.
-        segments: A number for every key, (B, S), of which the queries have the last T: a query sees
-            keys of its own number alone, as of packed documents. Masks are formed for one block of
-            queries at a time.
+        segments: A number for every key, (B, S), such as that of its document in packed batches; a
+            query has that of its own key and sees only keys with the same. Masks are formed for one
+            block of queries at a time.
         sinks: Score of a further key, whose value is 0, for every head, (H,): what attention to
             nothing scores. Every query sees it, whatever the window and the masks.
 
@@ -88,11 +88,8 @@ def attend(
     if path in ("operator", "flash"):
         query, key, value = in_autocast(query, key, value)
     if path == "operator":
-        places = (None, None) if positions is None else positions
-        decay = None if bias is None else [*bias]
-        return _attend_opaque(
-            query, key, value, attention_mask, segments, *places, window, scale, decay
-        )
+        tensors = query, key, value, attention_mask, segments, *(positions or (None, None))
+        return _attend_opaque(*tensors, window, scale, None if bias is None else [*bias])
     if window is not None and bias is None:
         seen, sight = sight.among_seen()
         key, value = key[..., seen, :], value[..., seen, :]
@@ -163,14 +160,7 @@ class _Kernel(NamedTuple):
         if self.sink_key is not None:
             query, key, value, mask = _prepend_sink(query, key, value, mask, causal, self.sink_key)
         output = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=self.dropout,
-            is_causal=causal,
-            scale=self.scale,
-            enable_gqa=self.grouped,
+            query, key, value, mask, self.dropout, causal, scale=self.scale, enable_gqa=self.grouped
         )
         return output if self.sink_key is None or not causal else output[..., 1:, :]
 

@@ -2,7 +2,7 @@
 
 import math
 from numbers import Integral, Real
-from typing import Any
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -24,13 +24,13 @@ def check_heads(heads: int, kv_heads: int) -> None:
         )
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, Integral | torch.SymInt) and not isinstance(value, bool)
 
 
 def check_whole(
     name: str,
-    value: Any,
+    value: object,
     lowest: int = 1,
     highest: int | None = None,
     error: type[ValueError] = ValueError,
@@ -41,17 +41,20 @@ def check_whole(
         raise error(f"{name} must be a whole number {limits}, got {value!r}")
 
 
+def _is_real(value: object) -> TypeGuard[float]:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def check_real(
     name: str,
-    value: Any,
+    value: object,
     lowest: float = 0,
     *,
     above: bool = False,
     error: type[ValueError] = ValueError,
 ) -> None:
     """Raise ``error`` unless a value is a finite number from ``lowest`` on, or above it."""
-    real = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    if not real or value < lowest or (above and value == lowest):
+    if not _is_real(value) or value < lowest or (above and value == lowest):
         limits = f"{'above' if above else 'from'} {lowest}"
         raise error(f"{name} must be a finite number {limits}, got {value!r}")
 
@@ -63,3 +66,34 @@ def check_positions(name: str, positions: Tensor, batch: int, length: int) -> No
             f"{name} must have shape ({length},) or ({batch}, {length}), got "
             f"{tuple(positions.shape)}"
         )
+
+
+def check_operands(query: Tensor, key_coefficients: Tensor, value: Tensor) -> None:
+    """Raise ValueError or TypeError unless shapes and dtypes fit each other."""
+    operands = {"query": query, "key_coefficients": key_coefficients, "value": value}
+    for name, tensor in operands.items():
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name} must have 4 dimensions (batch, heads, length, width), got shape "
+                f"{tuple(tensor.shape)}"
+            )
+        if tensor.dtype != query.dtype or not tensor.is_floating_point():
+            raise TypeError(
+                f"query, key_coefficients and value must share one floating dtype; {name} is "
+                f"{tensor.dtype}, query is {query.dtype}"
+            )
+    batch, heads, _, width = query.shape
+    check_width(width)
+    kv_heads, _, coefficients = key_coefficients.shape[1:]
+    if not width // 2 <= coefficients <= width:
+        raise ValueError(
+            f"key_coefficients must have one number per rotary pair, {width // 2} for head width "
+            f"{width}, and one more per free pair; got {coefficients} (use fold() to halve a "
+            "full-width projection)"
+        )
+    if value.shape[:3] != key_coefficients.shape[:3] or batch != value.shape[0]:
+        raise ValueError(
+            f"batch, key/value heads and key length must match: query {tuple(query.shape)}, "
+            f"key_coefficients {tuple(key_coefficients.shape)}, value {tuple(value.shape)}"
+        )
+    check_heads(heads, kv_heads)

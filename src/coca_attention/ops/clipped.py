@@ -15,7 +15,6 @@ from torch import Tensor
 
 from coca_attention.ops.attention import attend, can_be_opaque, in_blocks
 from coca_attention.ops.decoding import weighted_values
-from coca_attention.ops.forms import ScoreForm
 from coca_attention.ops.opaque import opaque
 from coca_attention.ops.parts import (
     attend_parts,
@@ -33,12 +32,12 @@ def attend_clipped(
     far_query: Tensor,
     far_key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
-    segments: Tensor | None,
     query_positions: Tensor,
     key_positions: Tensor,
     max_distance: int,
     consecutive: bool = True,
+    attention_mask: Tensor | None = None,
+    segments: Tensor | None = None,
     is_causal: bool = True,
     window: int | None = None,
     scale: float = 1.0,
@@ -54,22 +53,21 @@ def attend_clipped(
         far_query: That of `far_query_map`, (B, H, T, P + F).
         far_key: Coefficients of all keys, (B, G, S, P + F), which are K' at position 0.
         value: (B, G, S, Dv).
-        attention_mask: As for `attend`, like the arguments that are not named here.
-        segments: Likewise.
         query_positions: (T,) or (B, T).
         key_positions: Of all keys, (S,) or (B, S).
         max_distance: W.
         consecutive: Whether positions are consecutive wherever a query sees a key: distances are
             then those of the indices.
+        attention_mask: As for `attend`, like the arguments after it.
     """
     tensors = in_autocast(query, key, far_query, far_key, value)
     (batch, _, queries), keys = query.shape[:3], far_key.shape[2]
     if batch == 0 or queries == 0:
         return query.new_zeros(*query.shape[:-1], value.shape[-1])
     if can_be_opaque(queries, attention_mask, dropout):
-        settings = max_distance, consecutive, is_causal, window, scale, dropout
-        places = query_positions, key_positions
-        return _attend_clipped(*tensors, attention_mask, segments, *places, *settings)
+        near = query_positions, key_positions, max_distance, consecutive
+        seen = attention_mask, segments, is_causal, window
+        return _attend_clipped(*tensors, *near, *seen, scale, dropout)
     alike = attention_mask is None or attention_mask.dim() < 3 or attention_mask.shape[-3] == 1
     one = queries == 1 and alike and not dropout and not torch.is_grad_enabled()
     plain = consecutive and is_causal and attention_mask is None and not dropout
@@ -193,12 +191,3 @@ def far_query_map(query: Tensor, free_pairs: int) -> Tensor:
     """
     width = query.shape[-1]
     return torch.cat((query[..., : width // 2], query[..., width - free_pairs :]), dim=-1)
-
-
-def check_clipped_form(form: ScoreForm, collinear_pairs: int) -> None:
-    """Raise ValueError if scores of collinear pairs depend on more than the distance."""
-    if collinear_pairs and not form.shift_invariant:
-        raise ValueError(
-            f"max_distance needs scores that depend on distances alone; those of form {form.name} "
-            "depend on both positions: use strict or magnitude, or make all pairs free"
-        )

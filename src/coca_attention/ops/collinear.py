@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from coca_attention.ops.attention import attend
-from coca_attention.ops.checks import check_heads, check_positions, check_width
-from coca_attention.ops.clipped import attend_clipped, check_clipped_form, far_query_map
-from coca_attention.ops.forms import ScoreForm, get_form
+from coca_attention.ops.checks import check_operands, check_positions
+from coca_attention.ops.clipped import attend_clipped, far_query_map
+from coca_attention.ops.forms import ScoreForm, check_shift_invariant, get_form
 from coca_attention.ops.maps import key_map, query_map, score_scale
 from coca_attention.ops.positions import Rotation
 from coca_attention.ops.rules import UNSCALED
@@ -75,112 +75,67 @@ def coca_attention(
         TypeError: If query, key coefficients and value differ in dtype.
     """
     form = get_form(form)
-    _check_inputs(query, key_coefficients, value)
-    queries, keys, width = query.shape[-2], key_coefficients.shape[-2], query.shape[-1]
-    consecutive = query_positions is None and key_positions is None
-    _check_positions(query, keys, query_positions, key_positions)
-    if key_positions is None:
-        key_positions = torch.arange(keys, device=query.device)
-    wide = torch.promote_types(query.dtype, torch.float32)
-    divisor = score_scale(query.dtype)
+    check_operands(query, key_coefficients, value)
+    (queries, width), keys = query.shape[-2:], key_coefficients.shape[-2]
     # torch.compile cannot make the default rule.
     rotation = Rotation(width, rule=UNSCALED) if rotation is None else rotation
-    free_pairs = key_coefficients.shape[-1] - width // 2
-    tables = rotation.tables(key_positions, wide)
-    k = key_map(key_coefficients, *tables, free_pairs=free_pairs)
+    limit, free_pairs = rotation.max_distance, key_coefficients.shape[-1] - width // 2
+    if limit is not None and free_pairs < width // 2:
+        check_shift_invariant(form, "max_distance")
+    if limit is not None and (window is not None or not is_causal):
+        raise ValueError("max_distance requires causal attention without a window")
+    consecutive = query_positions is None and key_positions is None
+    places = _positions(query, keys, query_positions, key_positions)
+    wide, divisor = torch.promote_types(query.dtype, torch.float32), score_scale(query.dtype)
+    tables = rotation.tables(places[1], wide)
     if query_positions is None:
-        query_positions = key_positions[..., keys - queries :]
-        cos, sin = (x[..., keys - queries :, :] for x in tables)
+        query_tables = [x[..., keys - queries :, :] for x in tables]
     else:
-        cos, sin = rotation.tables(query_positions, wide)
-    mapped = partial(
+        query_tables = rotation.tables(query_positions, wide)
+    map_query = partial(
         query_map,
         query,
-        factor=rotation.query_factor(query_positions, wide, window),
+        factor=rotation.query_factor(places[0], wide, window),
         form=form,
         scale=(width**-0.5 if scale is None else scale) / divisor,
         interleaved=interleaved,
         free_pairs=free_pairs,
         parameters=parameters,
     )
-    q, limit, positions = mapped(cos, sin), rotation.max_distance, (query_positions, key_positions)
-    if limit is not None:
-        if window is not None or not is_causal:
-            raise ValueError(
-                "max_distance requires causal attention and cannot be combined with a window"
-            )
-        check_clipped_form(form, width // 2 - free_pairs)
-    if limit is None or (consecutive and keys <= limit):
-        return attend(
-            q,
-            k,
-            value,
-            attention_mask=attention_mask,
-            is_causal=is_causal,
-            window=window,
-            scale=divisor,
-            bias=rotation.bias,
-            positions=positions,
-        )
-    return attend_clipped(
+    q, k = map_query(*query_tables), key_map(key_coefficients, *tables, free_pairs=free_pairs)
+    if limit is not None and not (consecutive and keys <= limit):
+        far = far_query_map(map_query(*rotation.far_tables(query.device, wide)), free_pairs)
+        tensors = q, k, far, key_coefficients, value, *places
+        return attend_clipped(*tensors, limit, consecutive, attention_mask, scale=divisor)
+    return attend(
         q,
         k,
-        far_query_map(mapped(*rotation.far_tables(query.device, wide)), free_pairs),
-        key_coefficients,
         value,
-        attention_mask,
-        None,
-        *positions,
-        max_distance=limit,
-        consecutive=consecutive,
+        attention_mask=attention_mask,
+        is_causal=is_causal,
+        window=window,
         scale=divisor,
+        bias=rotation.bias,
+        positions=places,
     )
 
 
-def _check_positions(
+def _positions(
     query: Tensor, keys: int, query_positions: Tensor | None, key_positions: Tensor | None
-) -> None:
-    queries = query.shape[-2]
-    if query_positions is None and queries > keys:
+) -> tuple[Tensor, Tensor]:
+    """The given positions or, where there are none, their defaults."""
+    batch, _, queries = query.shape[:3]
+    if key_positions is None:
+        key_positions = torch.arange(keys, device=query.device)
+    else:
+        check_positions("key_positions", key_positions, batch, keys)
+    if query_positions is not None:
+        check_positions("query_positions", query_positions, batch, queries)
+        return query_positions, key_positions
+    if queries > keys:
         raise ValueError(
             f"{queries} queries and {keys} keys: without query_positions the queries are the "
             "last positions of the keys, so there must be at least as many keys. Tensors are "
             f"(batch, heads, length, width); got query {tuple(query.shape)}"
         )
-    if query_positions is not None:
-        check_positions("query_positions", query_positions, query.shape[0], queries)
-    if key_positions is not None:
-        check_positions("key_positions", key_positions, query.shape[0], keys)
-
-
-def _check_inputs(query: Tensor, key_coefficients: Tensor, value: Tensor) -> None:
-    for name, tensor in (
-        ("query", query),
-        ("key_coefficients", key_coefficients),
-        ("value", value),
-    ):
-        if tensor.dim() != 4:
-            raise ValueError(
-                f"{name} must have 4 dimensions (batch, heads, length, width), got shape "
-                f"{tuple(tensor.shape)}"
-            )
-        if tensor.dtype != query.dtype or not tensor.is_floating_point():
-            raise TypeError(
-                f"query, key_coefficients and value must share one floating dtype; {name} is "
-                f"{tensor.dtype}, query is {query.dtype}"
-            )
-    batch, heads, _, width = query.shape
-    check_width(width)
-    kv_heads, _, coefficients = key_coefficients.shape[1:]
-    if not width // 2 <= coefficients <= width:
-        raise ValueError(
-            f"key_coefficients must have one number per rotary pair, {width // 2} for head width "
-            f"{width}, and one more per free pair; got {coefficients} (use fold() to halve a "
-            "full-width projection)"
-        )
-    if value.shape[:3] != key_coefficients.shape[:3] or batch != value.shape[0]:
-        raise ValueError(
-            f"batch, key/value heads and key length must match: query {tuple(query.shape)}, "
-            f"key_coefficients {tuple(key_coefficients.shape)}, value {tuple(value.shape)}"
-        )
-    check_heads(heads, kv_heads)
+    return key_positions[..., keys - queries :], key_positions

@@ -68,6 +68,16 @@ class ScoreForm:
         return {name: make(heads, pairs) for name, make in self.parameters.items()}
 
 
+@dataclass(frozen=True)
+class Pairing:
+    """How the elements of a query form pairs, and how those are scored."""
+
+    form: ScoreForm
+    interleaved: bool  # see `split_pairs`
+    span: int  # rotary width
+    free_pairs: int
+
+
 FORMS: dict[str, ScoreForm] = {}
 """Registered score forms by name."""
 
@@ -94,6 +104,15 @@ def get_form(form: str | ScoreForm) -> ScoreForm:
     if form not in FORMS:
         raise ValueError(f"unknown score form {form!r}; choose one of {', '.join(FORMS)}")
     return FORMS[form]
+
+
+def check_shift_invariant(form: ScoreForm, what: str) -> None:
+    """Raise ValueError if scores, of which ``what`` needs only distances, depend on more."""
+    if not form.shift_invariant:
+        raise ValueError(
+            f"{what} needs scores that depend only on distances; those of form {form.name} depend "
+            "on both positions: use a shift-invariant form, such as strict or magnitude"
+        )
 
 
 def _slack_query(q0: Tensor, q1: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

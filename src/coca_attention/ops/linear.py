@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coca_attention.ops.forms import ScoreForm, get_form
+from coca_attention.ops.checks import check_operands
+from coca_attention.ops.forms import ScoreForm, check_shift_invariant, get_form
 from coca_attention.ops.maps import key_map, over_all_pairs, query_map
 from coca_attention.ops.positions import Rotation
 from coca_attention.ops.rules import UNSCALED
@@ -91,11 +92,7 @@ def check_linear(form: ScoreForm, rotation: Rotation) -> None:
     A state cannot hold scores that depend on more than m - n, nor what depends on the distance or
     on the length of the text in another way than a rotation.
     """
-    if not form.shift_invariant:
-        raise ValueError(
-            f"linear attention requires a shift-invariant score form, such as strict or magnitude; "
-            f"got {form.name}"
-        )
+    check_shift_invariant(form, "linear attention")
     if rotation.max_distance is not None or rotation.decay is not None or rotation.follows_length:
         raise ValueError(
             "linear attention does not support max_distance, a decay, or a scaling that follows "
@@ -137,12 +134,19 @@ def coca_linear_attention(
     Raises:
         ValueError: If a shape does not match, the form is not shift-invariant, or the rotation
             depends on the length or limits or weighs distances.
+        TypeError: If query, key coefficients and value differ in dtype.
     """
-    _check_shapes(query, key_coefficients, value)
+    check_operands(query, key_coefficients, value)
+    (length, width), shape = query.shape[2:], key_coefficients.shape
+    if shape[2:] != (length, width // 2):
+        raise ValueError(
+            f"key_coefficients must be {(*shape[:2], length, width // 2)}, one for every query and "
+            f"none for free pairs; got {tuple(shape)}"
+        )
     if rotation is None:
-        rotation = Rotation(query.shape[-1], rule=UNSCALED)  # torch.compile makes no default rule
+        rotation = Rotation(width, rule=UNSCALED)  # torch.compile makes no default rule
     if positions is None:
-        positions = torch.arange(query.shape[-2], device=query.device)
+        positions = torch.arange(length, device=query.device)
     turns = linear_turns(form, rotation, positions, torch.promote_types(query.dtype, torch.float32))
     settings = {"form": form, "interleaved": interleaved, "parameters": parameters}
     return attend_turned(query, key_coefficients, value, turns, state, **settings)
@@ -221,17 +225,3 @@ def attend_linear(
     # Where nothing is seen, division by infinity gives 0, and so do its gradients.
     output = output / normaliser.masked_fill(normaliser <= 0, math.inf)
     return output, LinearState(sums[:, :, -1], totals[:, :, -1])
-
-
-def _check_shapes(query: Tensor, key_coefficients: Tensor, value: Tensor) -> None:
-    (batch, heads, length, width), shape = query.shape, key_coefficients.shape
-    if shape[0] != batch or shape[2:] != (length, width // 2) or heads % shape[1] or width % 2:
-        raise ValueError(
-            f"key_coefficients must be (batch, a divisor of {heads} heads, {length}, {width // 2}) "
-            f"for a query {tuple(query.shape)}; got {tuple(shape)}"
-        )
-    if value.shape[:3] != shape[:3]:
-        raise ValueError(
-            f"value must be {tuple(shape[:3])} and a width, as key_coefficients; got "
-            f"{tuple(value.shape)}"
-        )

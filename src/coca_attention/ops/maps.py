@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from coca_attention.ops import kernels
-from coca_attention.ops.forms import ScoreForm, get_form
+from coca_attention.ops.forms import Pairing, ScoreForm, get_form
 from coca_attention.ops.positions import join_pairs, split_pairs
 
 
@@ -101,13 +101,13 @@ def query_map(
     span = 2 * cos.shape[-1]
     cos, sin = over_all_pairs(cos, sin, query.shape[-1] // 2, wide)
     scales = scale if factor is None else scale * factor.to(wide)[..., None, :, None]
-    arguments = (query, cos * scales, sin * scales, form, interleaved, span, free_pairs)
-    if form.gradient is None:
-        if parameters is None:
-            parameters = form.initial_parameters(query.shape[1], query.shape[-1] // 2 - free_pairs)
-        learned = {name: x.to(cos).unsqueeze(1) for name, x in parameters.items()}
-        return _query(*arguments, learned)
-    return _call(_QueryMap, _TransformableQueryMap, *arguments)
+    pairing = Pairing(form, interleaved, int(span), int(free_pairs))  # torch.jit traces sizes
+    arguments = (query, cos * scales, sin * scales, pairing)
+    if form.gradient is not None:
+        return _call(_QueryMap, _TransformableQueryMap, *arguments)
+    if parameters is None:
+        parameters = form.initial_parameters(query.shape[1], query.shape[-1] // 2 - free_pairs)
+    return _query(*arguments, {name: x.to(cos).unsqueeze(1) for name, x in parameters.items()})
 
 
 def key_map(key_coefficients: Tensor, cos: Tensor, sin: Tensor, *, free_pairs: int = 0) -> Tensor:
@@ -157,17 +157,11 @@ def _call(function: Any, transformable: Any, *arguments: Any) -> Tensor:
 
 
 def _query(
-    query: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    form: ScoreForm,
-    interleaved: bool,
-    span: int,
-    free_pairs: int,
-    parameters: dict[str, Tensor],
+    query: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing, parameters: dict[str, Tensor]
 ) -> Tensor:
     """Q' computed with PyTorch operations, differentiable by autograd."""
-    q0, q1 = split_pairs(query.to(cos.dtype), interleaved, span)
+    form, free_pairs = pairing.form, pairing.free_pairs
+    q0, q1 = split_pairs(query.to(cos.dtype), pairing.interleaved, pairing.span)
     if not free_pairs:
         return form.query(q0, q1, cos, sin, **parameters).flatten(-2).to(query.dtype)
     (a0, b0), (a1, b1), (c, free_cos), (s, free_sin) = (
@@ -179,47 +173,28 @@ def _query(
 
 
 def _query_gradient(
-    query: Tensor,
-    grad: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    form: Any,
-    interleaved: bool,
-    span: int,
-    free_pairs: int,
+    query: Tensor, grad: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing
 ) -> Tensor:
     """Gradient of q, given the gradient (g0, g1) of Q'."""
-    halves = (
-        *split_pairs(query.to(cos.dtype), interleaved, span),
-        *grad.to(cos.dtype).chunk(2, -1),
-    )
+    form, layout, free_pairs = pairing.form, (pairing.interleaved, pairing.span), pairing.free_pairs
+    assert form.gradient is not None  # others have no `Function`
+    members = split_pairs(query.to(cos.dtype), *layout)
+    inputs = (*members, *grad.to(cos.dtype).chunk(2, -1), cos, sin)
     if not free_pairs:
-        first, second = form.gradient(*halves, cos, sin)
+        first, second = form.gradient(*inputs)
     else:
-        collinear, free = zip(
-            *((x[..., :-free_pairs], x[..., -free_pairs:]) for x in (*halves, cos, sin)),
-            strict=True,
-        )
-        _, _, g0, g1, c, s = free
+        _, _, g0, g1, c, s = (x[..., -free_pairs:] for x in inputs)
         rotated = torch.addcmul(g0 * c, g1, s), torch.addcmul(g1 * c, g0, s, value=-1)
-        pairs = zip(form.gradient(*collinear), rotated, strict=True)
+        pairs = zip(form.gradient(*(x[..., :-free_pairs] for x in inputs)), rotated, strict=True)
         first, second = (torch.cat(both, dim=-1) for both in pairs)
-    return join_pairs(first, second, interleaved, span).to(query.dtype)
+    return join_pairs(first, second, *layout).to(query.dtype)
 
 
-def _effective_query(
-    query: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    form: ScoreForm,
-    interleaved: bool,
-    span: int,
-    free_pairs: int,
-) -> Tensor:
+def _effective_query(query: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing) -> Tensor:
     """Q' by the kernel where there is one."""
-    if form.kernel is not None and kernels.supports(query):
-        return kernels.maps.query_map(query, cos, sin, form.kernel, interleaved, span, free_pairs)
-    return _query(query, cos, sin, form, interleaved, span, free_pairs, {})
+    if pairing.form.kernel is not None and kernels.supports(query):
+        return kernels.maps.query_map(query, cos, sin, pairing)
+    return _query(query, cos, sin, pairing, {})
 
 
 def _effective_key(coefficients: Tensor, cos: Tensor, sin: Tensor, free_pairs: int) -> Tensor:
@@ -237,42 +212,42 @@ def _effective_key(coefficients: Tensor, cos: Tensor, sin: Tensor, free_pairs: i
 
 class _QueryMap(Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        _QueryMap.keep(ctx, inputs)
-        return _effective_query(*inputs)
+    def forward(ctx: Any, query: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing) -> Tensor:
+        _QueryMap.keep(ctx, (query, cos, sin, pairing))
+        return _effective_query(query, cos, sin, pairing)
 
     @staticmethod
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor | None = None) -> None:
-        query, cos, sin, *ctx.settings = inputs
-        ctx.save_for_backward(query, cos, sin)
+    def keep(
+        ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Pairing], output: Tensor | None = None
+    ) -> None:
+        *tensors, ctx.pairing = inputs
+        ctx.save_for_backward(*tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        query, cos, sin = ctx.saved_tensors
-        form, *layout = ctx.settings
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (query, cos, sin), form = ctx.saved_tensors, ctx.pairing.form
         # Gradients are enabled here for second derivatives, which the kernels do not support.
-        if form.kernel is not None and kernels.supports(query) and not torch.is_grad_enabled():
-            gradient = kernels.maps.query_gradient(query, grads[0], cos, sin, form.kernel, *layout)
-        else:
-            gradient = _query_gradient(query, grads[0], cos, sin, form, *layout)
-        return gradient, *(None,) * 6
+        fused = form.kernel is not None and kernels.supports(query) and not torch.is_grad_enabled()
+        gradient = kernels.maps.query_gradient if fused else _query_gradient
+        return gradient(query, grads[0], cos, sin, ctx.pairing), None, None, None
 
 
 class _KeyMap(Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        _KeyMap.keep(ctx, inputs)
-        return _effective_key(*inputs)
+    def forward(ctx: Any, key: Tensor, cos: Tensor, sin: Tensor, free_pairs: int) -> Tensor:
+        _KeyMap.keep(ctx, (key, cos, sin, free_pairs))
+        return _effective_key(key, cos, sin, free_pairs)
 
     @staticmethod
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor | None = None) -> None:
+    def keep(
+        ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: Tensor | None = None
+    ) -> None:
         _, cos, sin, ctx.free_pairs = inputs
         ctx.save_for_backward(cos, sin)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        grad, free_pairs = grads[0], ctx.free_pairs
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (cos, sin), grad, free_pairs = ctx.saved_tensors, grads[0], ctx.free_pairs
         if kernels.supports(grad) and not torch.is_grad_enabled():
             return kernels.maps.key_gradient(grad, cos, sin, free_pairs), None, None, None
         g0, g1 = grad.to(cos.dtype).chunk(2, dim=-1)

@@ -44,8 +44,8 @@ def naive_coca_attention(
     """softmax(a(m, n) / sqrt(D)) V over n ≤ m: see `coca_attention.ops.coca_attention`."""
     scores = naive_scores(query, key_coefficients, form, rotation) * query.shape[-1] ** -0.5
     hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-    return weights @ value.repeat_interleave(query.shape[1] // value.shape[1], 1).to(weights)
+    value = value.repeat_interleave(query.shape[1] // value.shape[1], 1).to(scores)
+    return scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value
 
 
 def naive_linear_attention(

@@ -193,14 +193,14 @@ class _Parts(torch.autograd.Function):
         return None, None, of_sinks, *(x.to(y.dtype) for x, y in zip(sums, tensors, strict=True))
 
 
-def _cut(part: Part, tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _cut(part: Part, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Views of the query, key and value of a part."""
     query, key = tensors[2:4] if part.far else tensors[:2]
     columns = (x[..., part.columns, :] for x in (key, tensors[4]))
     return query[..., part.rows, :], *columns
 
 
-def _kernel(part: Part, tensors: Any, scale: float) -> tuple[Tensor, Tensor]:
+def _kernel(part: Part, tensors: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
     """Output (B, H, T, D) and logarithmic sums (B, H, T) of a part."""
     causal, cut = part.shape != "full", _cut(part, tensors)
     if cut[0].is_cuda:
@@ -217,7 +217,9 @@ def _kernel(part: Part, tensors: Any, scale: float) -> tuple[Tensor, Tensor]:
     return (output.flip(-2), total.flip(-1)) if part.shape == "upper" else (output, total)
 
 
-def _kernel_backward(part: Part, tensors: Any, rows: Any, scale: float) -> tuple[Tensor, ...]:
+def _kernel_backward(
+    part: Part, tensors: Sequence[Tensor], rows: Sequence[Tensor], scale: float
+) -> tuple[Tensor, ...]:
     """Gradients of a part, from the gradient, the output and the logarithmic sums of its rows."""
     causal, cut, (gradient, output, total) = part.shape != "full", _cut(part, tensors), rows
     if gradient.is_cuda:

@@ -119,8 +119,8 @@ class Rotation:
         decay_length: Distance in tokens at which the decay begins.
         max_distance: W; keys farther back than W tokens are scored as if W back (ReRoPE, Su,
             kexue.fm/archives/9708), so that no angle is larger than W theta_j: up to a distance of
-            W nothing changes, in texts of up to ``temperature`` tokens. Scores must depend on
-            distances alone, and there is no decay. Default: no limit.
+            W nothing changes, in texts of up to ``temperature`` tokens. Scores must depend
+            only on distances, and there is no decay. Default: no limit.
     """
 
     width: int

@@ -37,9 +37,8 @@ class Rule:
     """
 
     kind: ClassVar[str] = "none"
-    """Name of the rule."""
-    rope_type: ClassVar[str] = "default"
-    """Name of the rule in Transformers' ``rope_parameters``."""
+    """Name of the rule, also as ``rope_type`` of Transformers' ``rope_parameters``, which call this
+    one ``default``."""
 
     def __post_init__(self) -> None:
         factor = getattr(self, "factor", 1.0)
@@ -104,16 +103,11 @@ RuleType = TypeVar("RuleType", bound=type[Rule])
 
 
 def register_rule(rule: RuleType) -> RuleType:
-    """Register a rule under its ``kind`` and ``rope_type``; usable as a class decorator.
+    """Register a rule under its ``kind``; usable as a class decorator.
 
     Raises:
-        ValueError: If either name belongs to another rule.
+        ValueError: If the name belongs to another rule.
     """
-    for known in RULES.values():
-        if known is not rule and rule.rope_type == known.rope_type:
-            raise ValueError(
-                f"the rope_type {rule.rope_type!r} already belongs to {known.__name__}"
-            )
     if RULES.setdefault(rule.kind, rule) is not rule:
         raise ValueError(f"a rotary scaling named {rule.kind!r} is already registered")
     return rule
@@ -125,7 +119,6 @@ class Linear(Rule):
     """Position interpolation (arXiv 2306.15595): position n becomes n / k."""
 
     kind = "linear"
-    rope_type = "linear"
     factor: float = 1.0
 
     def frequencies(self, width: int, base: float) -> Tensor:
@@ -142,7 +135,6 @@ class NTK(Rule):
     """
 
     kind = "ntk"
-    rope_type = "ntk"
     factor: float = 1.0
     training_length: int | None = None
     length: int | None = None
@@ -177,7 +169,6 @@ class DynamicNTK(NTK):
     """
 
     kind = "dynamic"
-    rope_type = "dynamic"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -228,7 +219,6 @@ class YaRN(_Trained):
     """
 
     kind = "yarn"
-    rope_type = "yarn"
     attention_factor: float | None = None
     beta_fast: float = 32.0
     beta_slow: float = 1.0
@@ -274,7 +264,6 @@ class Llama3(_Trained):
     """
 
     kind = "llama3"
-    rope_type = "llama3"
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
 
@@ -307,7 +296,6 @@ class LongRoPE(_Trained):
     """
 
     kind = "longrope"
-    rope_type = "longrope"
     attention_factor: float | None = None
     length: int | None = None
     short_factor: tuple[float, ...] = ()

@@ -77,7 +77,7 @@ def restricted(mask: Tensor | None, visible: Tensor) -> Tensor:
 
 
 def same_segment(mask: Tensor | None, queries: Tensor, keys: Tensor) -> Tensor:
-    """A mask of queries (B, t) that see keys (B, s) of their own segment alone."""
+    """A mask of queries (B, t) that see only those keys (B, s) that are of their own segment."""
     return restricted(mask, (queries.unsqueeze(-1) == keys.unsqueeze(-2)).unsqueeze(1))
 
 

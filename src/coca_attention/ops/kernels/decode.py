@@ -8,12 +8,15 @@ are sums, and each key of a tile has a maximum and sum of its own, which are mer
 thread waits for another until then.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from coca_attention.ops.decoding import KeyFrames
 
 # Programs per multiprocessor, enough to hide memory latency; those of a single query are one warp.
 PROGRAMS, SINGLE_PROGRAMS = 4, 32
@@ -27,6 +30,38 @@ def _merged(highest, weight, weighted):
     # Without a visible key the maximum is -inf, and -inf - -inf would be NaN.
     factor = tl.exp(highest - tl.where(top == float("-inf"), 0.0, top))
     return top, tl.sum(factor * weight, 0), tl.sum(factor[:, None] * weighted, 0)
+
+
+@triton.jit
+def _scores(
+    q0, q1, t, cos_r, sin_r, dtype: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """Scores (M, N) of the keys of a tile, or (N,) of a single query."""
+    if ROWS == 1:
+        return tl.sum(t * (q0 * cos_r + q1 * sin_r), 1)
+    first, second = tl.trans((t * cos_r).to(dtype)), tl.trans((t * sin_r).to(dtype))
+    scores = tl.dot(q0.to(dtype), first, input_precision=PRECISION)
+    return scores + tl.dot(q1.to(dtype), second, input_precision=PRECISION)
+
+
+@triton.jit
+def _added(
+    highest, weight, weighted, scores, v, ROWS: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """Maximum, sum of weights and weighted sum with those of a tile."""
+    top = tl.maximum(highest, scores if ROWS == 1 else tl.max(scores, 1))
+    base = tl.where(top == float("-inf"), 0.0, top)  # as in _merged
+    rescale = tl.exp(highest - base)
+    weighted = weighted * rescale[:, None]
+    if ROWS == 1:
+        weights = tl.exp(scores - base)
+        weight = weight * rescale + weights
+        weighted += weights[:, None] * v.to(tl.float32)
+    else:
+        weights = tl.exp(scores - base[:, None])
+        weight = weight * rescale + tl.sum(weights, 1)
+        weighted += tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+    return top, weight, weighted
 
 
 @triton.jit
@@ -69,17 +104,8 @@ def _parts(
             t_start + index[:, None] * t_row + pair[None, :],
             mask=in_range[:, None] & (pair[None, :] < HALF), other=0.0,
         ).to(tl.float32)  # fmt: skip
-        first_member, second_member = q0 * c + q1 * s, q1 * c - q0 * s
-        if ROWS == 1:
-            scores = tl.sum(t * (first_member * cos_r + second_member * sin_r), 1)
-        else:
-            scores = tl.dot(
-                first_member.to(dtype), tl.trans((t * cos_r).to(dtype)), input_precision=PRECISION
-            )
-            scores += tl.dot(
-                second_member.to(dtype), tl.trans((t * sin_r).to(dtype)), input_precision=PRECISION
-            )
-        scores = scores * scale
+        r0, r1 = q0 * c + q1 * s, q1 * c - q0 * s
+        scores = scale * _scores(r0, r1, t, cos_r, sin_r, dtype, ROWS, PRECISION)
         if MASKED:
             scores += tl.load(mask + batch * m_batch + index, mask=in_range, other=float("-inf"))
         scores = tl.where(in_range, scores, float("-inf"))
@@ -87,19 +113,7 @@ def _parts(
             v_start + index[:, None] * v_row + column[None, :],
             mask=in_range[:, None] & (column[None, :] < WIDTH), other=0.0,
         )  # fmt: skip
-        top = tl.maximum(highest, scores if ROWS == 1 else tl.max(scores, 1))
-        base = tl.where(top == float("-inf"), 0.0, top)  # as in _merged
-        rescale = tl.exp(highest - base)
-        weighted = weighted * rescale[:, None]
-        if ROWS == 1:
-            weights = tl.exp(scores - base)
-            weight = weight * rescale + weights
-            weighted += weights[:, None] * v.to(tl.float32)
-        else:
-            weights = tl.exp(scores - base[:, None])
-            weight = weight * rescale + tl.sum(weights, 1)
-            weighted += tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-        highest = top
+        highest, weight, weighted = _added(highest, weight, weighted, scores, v, ROWS, PRECISION)
 
     if ROWS == 1:
         highest, weight, weighted = _merged(highest, weight, weighted)
@@ -135,7 +149,7 @@ def attend_half(
     query: Tensor,
     coefficients: Tensor,
     value: Tensor,
-    frames: Any,
+    frames: "KeyFrames",
     attention_mask: Tensor | None,
     scale: float,
 ) -> Tensor:
@@ -162,10 +176,8 @@ def attend_half(
     columns, pairs = (max(16, triton.next_power_of_2(x)) for x in (value_width, half))
     # Registers for a tile of 64 pairs and 128 columns are those of one warp.
     warps = max(1, pairs // 64, columns // 128) if rows == 1 else 4
-    parts: Any = _parts
-    combine: Any = _combine
     with torch.cuda.device_of(query):
-        parts[(batch * kv_heads, splits)](
+        _parts[(batch * kv_heads, splits)](
             query, coefficients, value, mask,
             frames.cos, frames.sin, frames.first, frames.second, sums, largest, total,
             query.stride(0), query.stride(1), *coefficients.stride()[:3], *value.stride()[:3],
@@ -177,7 +189,7 @@ def attend_half(
             PAIRS=pairs, COLUMNS=columns, N=frames.tile, MASKED=attention_mask is not None,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=warps,
         )  # fmt: skip
-        combine[(batch * heads,)](
+        _combine[(batch * heads,)](
             sums, largest, total, output, splits,
             WIDTH=value_width, COLUMNS=columns, SPLITS=triton.next_power_of_2(splits),
         )  # fmt: skip

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from coca_attention.ops.forms import Pairing
+
 # Heads per program: enough to share cos and sin, few enough to fill the device with programs.
 HEADS = 8
 
@@ -171,35 +173,22 @@ def _key_gradient(
         tl.store(pointer + FREE, g1 * c - g0 * s, mask=mask & (pair >= HALF - FREE))
 
 
-def query_map(
-    query: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    form: str,
-    interleaved: bool,
-    span: int,
-    free_pairs: int,
-) -> Tensor:
+def query_map(query: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing) -> Tensor:
     """Q' of (B, H, T, D); cos and sin (1 or B, 1, 1 or T, P), with the scale folded in."""
-    layout = {"INTERLEAVED": interleaved, "SPAN": span, "FREE": free_pairs}
-    width = query.shape[-1]
-    return _launch(_query_map, width, cos, sin, query, FORM=form, WIDTH=width, **layout)
+    return _launch(_query_map, query.shape[-1], cos, sin, query, **_constants(query, pairing))
 
 
 def query_gradient(
-    query: Tensor,
-    grad: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    form: str,
-    interleaved: bool,
-    span: int,
-    free_pairs: int,
+    query: Tensor, grad: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing
 ) -> Tensor:
     """Gradient of q from that of Q', both (B, H, T, D)."""
-    layout = {"INTERLEAVED": interleaved, "SPAN": span, "FREE": free_pairs}
-    width = query.shape[-1]
-    return _launch(_query_gradient, width, cos, sin, query, grad, FORM=form, WIDTH=width, **layout)
+    constants = _constants(query, pairing)
+    return _launch(_query_gradient, query.shape[-1], cos, sin, query, grad, **constants)
+
+
+def _constants(query: Tensor, pairing: Pairing) -> dict[str, Any]:
+    layout = {"INTERLEAVED": pairing.interleaved, "SPAN": pairing.span, "FREE": pairing.free_pairs}
+    return {"FORM": pairing.form.kernel, "WIDTH": query.shape[-1], **layout}
 
 
 def key_map(coefficients: Tensor, cos: Tensor, sin: Tensor, free_pairs: int) -> Tensor:
@@ -227,22 +216,13 @@ def _launch(
     if 0 in shape:
         return output
     cos, sin = cos.float().contiguous(), sin.float().contiguous()
+    strides = [stride for x in tensors for stride in x.stride()] + [*output.stride()[:3]]
+    strides.append(cos.stride(0) if cos.dim() == 4 and cos.shape[0] > 1 else 0)
+    strides.append(cos.stride(-2) if cos.shape[-2] > 1 else 0)
     half = constants.get("HALF", constants.get("WIDTH", 0) // 2)
     block = min(HEADS, triton.next_power_of_2(heads))
+    constants |= {"HEADS": block, "PAIRS": triton.next_power_of_2(half)}
+    grid = batch * length, triton.cdiv(heads, block)
     with torch.cuda.device_of(first):
-        kernel[(batch * length, triton.cdiv(heads, block))](
-            *tensors,
-            output,
-            cos,
-            sin,
-            *(stride for x in tensors for stride in x.stride()),
-            *output.stride()[:3],
-            cos.stride(0) if cos.dim() == 4 and cos.shape[0] > 1 else 0,
-            cos.stride(-2) if cos.shape[-2] > 1 else 0,
-            heads,
-            length,
-            HEADS=block,
-            PAIRS=triton.next_power_of_2(half),
-            **constants,
-        )
+        kernel[grid](*tensors, output, cos, sin, *strides, heads, length, **constants)
     return output
