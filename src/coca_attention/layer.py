@@ -5,7 +5,7 @@ P = D/2 rotary pairs, F free pairs.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,18 @@ from coca_attention.ops.checks import check_heads, check_positions, check_whole,
 from coca_attention.ops.linear import Turns, attend_turned, check_linear, linear_turns
 
 __all__ = ["CoCAAttention"]
+
+
+class KeyValueCache(Protocol):
+    """What `CoCAAttention` needs of a cache; Transformers' `DynamicCache` has it."""
+
+    def get_seq_length(self, layer_idx: int, /) -> int:
+        """Tokens in the cache of a layer."""
+        ...
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, /) -> tuple[Tensor, Tensor]:
+        """All keys and values of a layer, (B, G, S, D), these added."""
+        ...
 
 
 def project_collinear(
@@ -190,7 +202,7 @@ class CoCAAttention(nn.Module):
         positions: Tensor | None = None,
         attention_mask: Tensor | None = None,
         is_causal: bool = True,
-        cache: Any = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Attend.
 
@@ -226,7 +238,7 @@ class CoCAAttention(nn.Module):
         output = attend(*projected, positions, attention_mask, is_causal, cache)
         return self.o_proj(output.transpose(1, 2).flatten(-2))
 
-    def _cached_tokens(self, cache: Any) -> int:
+    def _cached_tokens(self, cache: KeyValueCache | None) -> int:
         if cache is None:
             return 0
         if self.layer_idx is None:
@@ -243,7 +255,7 @@ class CoCAAttention(nn.Module):
         positions: Tensor,
         mask: Tensor | None,
         is_causal: bool,
-        cache: Any,
+        cache: KeyValueCache | None,
     ) -> Tensor:
         if not is_causal or (mask is not None and mask.dim() != 2):
             raise ValueError("linear attention is causal, with an attention_mask of (B, T)")
@@ -269,7 +281,7 @@ class CoCAAttention(nn.Module):
         positions: Tensor,
         mask: Tensor | None,
         is_causal: bool,
-        cache: Any,
+        cache: KeyValueCache | None,
     ) -> Tensor:
         wide, divisor = torch.promote_types(query.dtype, torch.float32), score_scale(query.dtype)
         tables = self.rotation.tables(positions, wide)

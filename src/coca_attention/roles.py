@@ -1,7 +1,6 @@
 """Roles of layers: which see a window, and how those that see the whole text read it."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from coca_attention.errors import UserError
 from coca_attention.ops.checks import check_real, check_whole
@@ -55,7 +54,7 @@ class Roles:
         if self.decay_length is not None:
             check_real("decay_length", self.decay_length, above=True, error=UserError)
 
-    def rotation_fields(self, length: int) -> dict[str, Any]:
+    def rotation_fields(self, length: int) -> dict[str, float]:
         """Rotary parameters of layers that see the whole text, for a training length in tokens."""
         with_roles = bool(self.layers)
         turning = 0 if self.turning_pairs is None and with_roles else self.turning_pairs

@@ -15,7 +15,6 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable
 from inspect import signature
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +45,7 @@ def some_tokens(model: PreTrainedModel, batch: int = 2, length: int = 24, seed: 
 
 
 @torch.no_grad()
-def logits(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Tensor:
+def logits(model: PreTrainedModel, input_ids: Tensor, **kwargs: Tensor) -> Tensor:
     """Logits (B, T, vocabulary) of one forward pass, float64."""
     return model(input_ids=input_ids, use_cache=False, **kwargs).logits.double()
 

@@ -21,7 +21,7 @@ from transformers import Cache, LlamaModel, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention.layer import attend_linear_cached, project_collinear
-from coca_attention.models.layer_pass import Pass
+from coca_attention.models.layer_pass import Mask, Pass
 from coca_attention.models.projections import AttentionLayout, head_norm, replace_key_projection
 from coca_attention.models.rotary import Angles
 from coca_attention.ops import key_map, query_map, score_scale
@@ -39,7 +39,7 @@ def eager_attention(
     attention_mask: Tensor | None,
     scaling: float,
     dropout: float = 0.0,
-    **_: Any,
+    **_: object,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scaling * Q K^T + mask) V (B, T, H, D) without a fused kernel, and the weights."""
     repeats: int = module.num_key_value_groups  # pyright: ignore[reportAssignmentType]
@@ -102,10 +102,10 @@ class CollinearAttention(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Any = None,
+        attention_mask: Mask = None,
         position_embeddings: Angles | None = None,
-        past_key_values: Any = None,
-        layer_past: Any = None,  # the cache, as GPT-NeoX names it
+        past_key_values: Cache | None = None,
+        layer_past: Cache | None = None,  # the cache, as GPT-NeoX names it
         decoder_pass: Pass = Pass(),  # noqa: B008 (it is immutable)
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:

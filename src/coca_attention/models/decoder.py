@@ -112,7 +112,6 @@ class CollinearModel(CollinearPreTrained):
 
     attention_class: type[CollinearAttention]
     dtype: torch.dtype
-    layers: nn.ModuleList
     rotary_emb: CoCARotary
     post_init: Callable[[], None]
 
@@ -173,11 +172,12 @@ class CollinearModel(CollinearPreTrained):
             raise ValueError(
                 "a decay and max_distance are for causal models: leave them out of rope_parameters"
             )
+        wide = torch.promote_types(self.dtype, torch.float32)
+        settings = self.config, wide, reading.position_ids
         if counts and reading.is_paged:
-            ends = options["cu_seq_lens_q"], options["cu_seq_lens_k"]
-            return PagedPositions(self, reading.position_ids, *ends)
+            return PagedPositions(*settings, options["cu_seq_lens_q"], options["cu_seq_lens_k"])
         if counts or (self.config.kv_cache == "half" and reading.cache is not None):
-            return CachedPositions(self, reading.cache, reading.position_ids, reading.padding)
+            return CachedPositions(*settings, reading.cache, reading.padding)
         return None
 
     def _band(self, reading: "Reading", use_cache: bool | None) -> Band | None:
@@ -191,7 +191,7 @@ class CollinearModel(CollinearPreTrained):
             not isinstance(reading.past, int)
             or any(
                 sum(cache.get_mask_sizes(length, index)) != reading.past + length
-                for index in range(len(self.layers))
+                for index in range(self.config.num_hidden_layers)
             )
         ):
             return None
@@ -269,7 +269,7 @@ class Reading:
         self.mask, self.given_cache = mask, cache
         self.padding = mask.long() if isinstance(mask, Tensor) and mask.dim() == 2 else None
         self.cache = cache if hasattr(cache, "get_seq_length") else None
-        self.past: Any = 0 if self.cache is None else self.cache.get_seq_length()
+        self.past: int | Tensor = 0 if self.cache is None else self.cache.get_seq_length()
         self.is_placed = position_ids is not None or self.padding is not None
         if position_ids is not None:
             self.position_ids = position_ids
@@ -313,7 +313,7 @@ class CollinearHead(CollinearPreTrained):
 class CollinearForCausalLM(CollinearHead):
     """A causal language model with a `CollinearModel` as its decoder."""
 
-    def _get_static_cache_init_shape(self) -> Any:
+    def _get_static_cache_init_shape(self) -> object:
         # Transformers assumes keys as wide as values; without a shape, the first update decides.
         if self.config.kv_cache == "half" or rotation(self.config).max_distance is not None:
             return None

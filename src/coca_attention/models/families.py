@@ -131,7 +131,7 @@ def _auto_class(model: type) -> type:
     return getattr(transformers, f"AutoModelFor{model.__name__.partition('For')[2]}")
 
 
-def _beside(model: type, part: str) -> Any:
+def _beside(model: type, part: str) -> type:
     """The class of a part of a family, such as ``LlamaAttention``, from the module of a model."""
     prefix = model.__name__.partition("For")[0]
     return getattr(sys.modules[model.__module__], f"{prefix}{part}")

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
-from transformers import Cache
+from transformers import Cache, PreTrainedConfig
 
 from coca_attention.models.configuration import free_pairs, rope_parameters, rotation
 from coca_attention.ops import key_frames
@@ -37,10 +37,9 @@ class KeyPositions:
     first_position: Tensor | None = None
     """Of the first key, (1 or B,), where one new token sees keys whose positions grow by one."""
 
-    def __init__(self, body: Any, position_ids: Tensor) -> None:
-        """position_ids: those of the tokens, (1 or B, T)."""
-        self.config, self.position_ids = body.config, position_ids
-        self.dtype = torch.promote_types(body.dtype, torch.float32)
+    def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, position_ids: Tensor) -> None:
+        """dtype: that of the tables. position_ids: those of the tokens, (1 or B, T)."""
+        self.config, self.dtype, self.position_ids = config, dtype, position_ids
         self._made: dict[Any, Any] = {}
 
     def _slots(self, layer_type: str | None) -> Tensor:
@@ -110,14 +109,21 @@ class CachedPositions(KeyPositions):
     """Positions of all slots of a cache; without one, of the tokens."""
 
     def __init__(
-        self, body: Any, cache: Cache | None, position_ids: Tensor, mask: Tensor | None
+        self,
+        config: PreTrainedConfig,
+        dtype: torch.dtype,
+        position_ids: Tensor,
+        cache: Cache | None,
+        mask: Tensor | None,
     ) -> None:
-        """position_ids: (1 or B, T). mask: (B, S), 1 for every real token so far, or None."""
-        super().__init__(body, position_ids)
+        """mask: (B, S), 1 for every real token so far, or None."""
+        super().__init__(config, dtype, position_ids)
         device, length = position_ids.device, position_ids.shape[1]
         slots, start = length, 0
         if cache is not None:
-            sizes = [cache.get_mask_sizes(length, index) for index in range(len(body.layers))]
+            sizes = [
+                cache.get_mask_sizes(length, index) for index in range(config.num_hidden_layers)
+            ]
             slots = max(keys + first for keys, first in sizes)
             start = cache.get_seq_length()  # a tensor for static caches
         # A static cache has more slots, and padding may stand between real tokens.
@@ -157,13 +163,15 @@ class PagedPositions(KeyPositions):
     """Positions in Transformers' continuous batching: several texts behind each other in a row."""
 
     def __init__(
-        self, body: Any, position_ids: Tensor, ends: Tensor, key_ends: dict[str, Tensor]
+        self,
+        config: PreTrainedConfig,
+        dtype: torch.dtype,
+        position_ids: Tensor,
+        ends: Tensor,
+        key_ends: dict[str, Tensor],
     ) -> None:
-        """position_ids: (1, T). ends: of N texts among the tokens, from 0 on, (N + 1,).
-
-        key_ends: those among the keys, by layer type.
-        """
-        super().__init__(body, position_ids)
+        """ends: of N texts among the tokens, from 0 on, (N + 1,); key_ends: by layer type."""
+        super().__init__(config, dtype, position_ids)
         self.last, self.key_ends = position_ids[0, ends[1:].long() - 1], key_ends
 
     def _slots(self, layer_type: str | None) -> Tensor:

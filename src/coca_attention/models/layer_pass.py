@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
+from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention.models.configuration import window_of
@@ -36,7 +37,7 @@ class DecayBetween:
     keys: Tensor  # positions (B, S)
     dtype: torch.dtype  # of the addends
 
-    def __getitem__(self, at: Any) -> Any:
+    def __getitem__(self, at: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
         """The addend of one score, by batch, head, query and key."""
         batch, _, query, key = at
         return self.decay.of(self.queries[batch, query] - self.keys[batch, key], self.dtype)
@@ -79,7 +80,9 @@ class Pass(NamedTuple):
         """Whether layers take no mask that the family's decoder makes."""
         return any(x is not None for x in (self.band, self.roles, self.linear))
 
-    def layer(self, module: Any, mask: Any, angles: Any, cache: Any, length: int) -> "LayerPass":
+    def layer(
+        self, module: Any, mask: Mask, angles: Any, cache: Cache | None, length: int
+    ) -> "LayerPass":
         """What an attention module needs of it, given the mask and angles of the decoder."""
         if self.roles is not None:
             mask, angles = self.roles[module.layer_type]
@@ -292,7 +295,7 @@ class LayerPass(NamedTuple):
         )
         return output.transpose(1, 2)
 
-    def mask_and_bias(self, query: Tensor, keys: int) -> tuple[Any, dict[str, Any]]:
+    def mask_and_bias(self, query: Tensor, keys: int) -> tuple[Mask, dict[str, DecayBetween]]:
         """The mask, and what FlexAttention adds to scores; the decay is in one of them.
 
         ValueError if the attention function adds nothing to scores.

@@ -94,7 +94,7 @@ def set_rotary_scaling(
 
 
 def _changed_parameters(
-    config: PreTrainedConfig, kind: str, given: dict[str, Any]
+    config: PreTrainedConfig, kind: str, given: dict[str, object]
 ) -> dict[str, Any]:
     """The rotary parameters of a configuration with another rule; of given ones, None is none."""
     if not isinstance(kind, str) or kind not in RULES:

@@ -21,7 +21,7 @@ def use_fused_attention(model: PreTrainedModel) -> PreTrainedModel:
     """Let a model with sinks compute attention through SDPA in place of `eager`.
 
     Args:
-        model: Any model; others than GraniteSWA stay as they are. What it saves is the same.
+        model: A model; others than GraniteSWA stay as they are. What it saves is the same.
 
     Returns:
         The model.
@@ -43,7 +43,7 @@ def sink_attention(
     s_aux: Tensor,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Attention with a sink per head, `s_aux` (H,), for Transformers' `AttentionInterface`."""
     causal = attention_mask is None  # and within the window; otherwise the mask says all

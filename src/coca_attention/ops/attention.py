@@ -160,7 +160,14 @@ class _Kernel(NamedTuple):
         if self.sink_key is not None:
             query, key, value, mask = _prepend_sink(query, key, value, mask, causal, self.sink_key)
         output = F.scaled_dot_product_attention(
-            query, key, value, mask, self.dropout, causal, scale=self.scale, enable_gqa=self.grouped
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=self.dropout,
+            is_causal=causal,
+            scale=self.scale,
+            enable_gqa=self.grouped,
         )
         return output if self.sink_key is None or not causal else output[..., 1:, :]
 

@@ -146,7 +146,7 @@ def over_all_pairs(
     return cos.to(dtype).unsqueeze(-3), sin.to(dtype).unsqueeze(-3)
 
 
-def _call(function: Any, transformable: Any, *arguments: Any) -> Tensor:
+def _call(function: type[Function], transformable: type[Function], *arguments: object) -> Tensor:
     """Call a `Function`; without gradients skip `apply`, which would slow down decoding."""
     if not torch.is_grad_enabled():
         return transformable.forward(*arguments)
@@ -261,12 +261,12 @@ class _KeyMap(Function):
 class _TransformableQueryMap(_QueryMap):
     """The same, as torch.func needs it."""
 
-    forward: Any = staticmethod(_effective_query)
-    setup_context: Any = staticmethod(_QueryMap.keep)
+    forward = staticmethod(_effective_query)  # pyright: ignore[reportAssignmentType]
+    setup_context = staticmethod(_QueryMap.keep)  # pyright: ignore[reportAssignmentType]
 
 
 class _TransformableKeyMap(_KeyMap):
     """The same, as torch.func needs it."""
 
-    forward: Any = staticmethod(_effective_key)
-    setup_context: Any = staticmethod(_KeyMap.keep)
+    forward = staticmethod(_effective_key)  # pyright: ignore[reportAssignmentType]
+    setup_context = staticmethod(_KeyMap.keep)  # pyright: ignore[reportAssignmentType]

@@ -5,7 +5,7 @@
 
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ def supports(tensor: Tensor) -> bool:
     )
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> ModuleType:
     """Import `maps` and `decode` on first access."""
     if name in ("maps", "decode"):
         return import_module(f"{__name__}.{name}")

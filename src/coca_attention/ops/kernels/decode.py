@@ -38,10 +38,12 @@ def _scores(
 ):  # fmt: skip
     """Scores (M, N) of the keys of a tile, or (N,) of a single query."""
     if ROWS == 1:
-        return tl.sum(t * (q0 * cos_r + q1 * sin_r), 1)
-    first, second = tl.trans((t * cos_r).to(dtype)), tl.trans((t * sin_r).to(dtype))
-    scores = tl.dot(q0.to(dtype), first, input_precision=PRECISION)
-    return scores + tl.dot(q1.to(dtype), second, input_precision=PRECISION)
+        scores = tl.sum(t * (q0 * cos_r + q1 * sin_r), 1)
+    else:
+        first, second = tl.trans((t * cos_r).to(dtype)), tl.trans((t * sin_r).to(dtype))
+        scores = tl.dot(q0.to(dtype), first, input_precision=PRECISION)
+        scores += tl.dot(q1.to(dtype), second, input_precision=PRECISION)
+    return scores
 
 
 @triton.jit

@@ -186,7 +186,7 @@ def query_gradient(
     return _launch(_query_gradient, query.shape[-1], cos, sin, query, grad, **constants)
 
 
-def _constants(query: Tensor, pairing: Pairing) -> dict[str, Any]:
+def _constants(query: Tensor, pairing: Pairing) -> dict[str, object]:
     layout = {"INTERLEAVED": pairing.interleaved, "SPAN": pairing.span, "FREE": pairing.free_pairs}
     return {"FORM": pairing.form.kernel, "WIDTH": query.shape[-1], **layout}
 
