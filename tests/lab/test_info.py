@@ -1,11 +1,13 @@
-"""`coca info`: a folder described without its weights, compared with the loaded model."""
+"""`coca info`: a folder described without its weights, and the machine; what a process takes."""
 
+import sys
 from importlib.metadata import version
 
 import pytest
 import torch
 
 from coca_attention.models import Roles, convert
+from coca_lab.environment import peak_growth
 from commands import run
 from conftest import tiny_model
 
@@ -45,3 +47,12 @@ def test_the_machine_is_described(capsys):
     shown = rows(run(capsys, "info")[1])
     assert f"torch {version('torch')}" in shown["versions"]
     assert shown["CUDA of torch"] and "cores" in shown["processor"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell the memory")
+def test_memory_that_was_used_before_counts_again():
+    def work():
+        return [torch.ones(8_000) for _ in range(2_000)] and None  # 64 MB in pieces of 32 kB
+
+    first, second = peak_growth(work), peak_growth(work)
+    assert 60 < second < 80 and second > 0.8 * first

@@ -1,4 +1,4 @@
-"""Prompts with passkeys and of RULER's tasks, and models whose answers are known."""
+"""Prompts with passkeys and of RULER's tasks, models whose answers are known, and recall."""
 
 import json
 import logging
@@ -33,6 +33,7 @@ from coca_lab.evaluation import Model, RotaryScaling, evaluate
 from coca_lab.evaluation.retrieval import PASSKEYS, RULER, PasskeySettings
 from coca_lab.recipe import Recipe
 from coca_lab.training.retrieval import load_retrieval
+from commands import run
 from conftest import tiny_model
 
 
@@ -267,3 +268,20 @@ def test_training_blocks_hold_questions_answers_and_ends_at_any_place(words):
     assert np.array_equal(again[:-1], blocks[7]["input_ids"])
     with pytest.raises(ValueError, match="choose a block_length of at least"):
         TaskBlocks("passkey", words, 60, 5, 0)
+
+
+def test_recall_is_measured_by_length_and_pairs(capsys, model_folder, tmp_path):
+    words = ["eval", "recall", model_folder, "--output", tmp_path / "r.json", "--samples=3"]
+    code, said, error = run(capsys, *words, "--lengths=20,40", "--pairs=4,8", "--name=tiny")
+    assert code == 0, error
+    cells = json.loads((tmp_path / "r.json").read_text())["results"]
+    assert [(c["length"], c["pairs"], c["asked"]) for c in cells] == [
+        (20, 4, 12), (40, 4, 12), (40, 8, 24)
+    ]  # fmt: skip
+    for cell in cells:
+        assert cell["right"] == sum(right for _, right in cell["octaves"].values())
+        assert cell["accuracy"] == cell["right"] / cell["asked"]
+    assert said.count("share of questions answered at") == 2 and "tiny" in said
+    assert "8 pairs" in said
+    code, _, error = run(capsys, *words, "--lengths=15,40", "--pairs=4,8")
+    assert code == 2 and "texts of 15 tokens have no room for 4 pairs, which take 16" in error

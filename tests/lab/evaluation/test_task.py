@@ -65,25 +65,6 @@ def test_a_task_from_outside_runs_as_a_command(toy, model_folder, tmp_path, caps
     assert "give at least one word" in capsys.readouterr().err
 
 
-def test_a_task_from_outside_is_a_section_of_a_study(
-    toy, model_folder, tmp_path, text_folder, capsys
-):
-    study, out = tmp_path / "study.yaml", tmp_path / "out"
-    study.write_text(
-        f"models: {{a: {model_folder}}}\nscalings: [{{kind: none}}, {{kind: ntk}}]\n"
-        f"lengths: {{words: [alpha1]}}\nperplexity: {{source: {text_folder}, windows: [32]}}\n"
-    )
-    words = ["study", str(study), "--lengths.words", "alpha1,beta2", "--output", str(out)]
-    assert main(words) == 0, capsys.readouterr().err
-    assert "perplexity at" in capsys.readouterr().out
-    content = json.loads((out / "results.json").read_text())
-    each = ["perplexity", "lengths", "lengths"]
-    assert [(c["task"], c["scaling"]) for c in content["results"]] == [
-        (task, scaling) for scaling in ("none", "ntk") for task in each
-    ]
-    assert content["study"]["tasks"]["lengths"]["words"] == ["alpha1", "beta2"]
-
-
 def test_what_is_kept_is_shown_under_the_name_of_the_model(tokenizer):
     model, count, engine = tiny_model("rope"), iter([1]), Engine()
     task = Task("toy", "", LengthSettings, at_once(lambda *_: [{"tokens": next(count)}]))

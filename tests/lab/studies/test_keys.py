@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 
 from coca_attention.errors import UserError
 from coca_lab import fingerprints
-from coca_lab.cli import main
 from coca_lab.data import train_tokenizer
 from coca_lab.data.text import Document
 from coca_lab.evaluation import TASKS, Task, register_task
@@ -231,15 +230,6 @@ def cells(planned, path):
     return [{k: v for k, v in cell.items() if k != "seconds"} for cell in found]
 
 
-def test_a_study_notices_weights_and_text_of_the_same_size_and_time(model, text, tmp_path):
-    planned = ready(tmp_path, model, perplexity={"source": str(text), **PERPLEXITY})
-    found = [cells(planned, tmp_path)]
-    for change in (lambda: reweigh(model, 1), lambda: other_text(text)):
-        change()
-        found.append(cells(planned, tmp_path))
-        assert found[-1] != found[-2]
-
-
 def test_a_study_notices_other_files_of_a_tokenizer(model, tmp_path):
     tokenizer = train_tokenizer([Document("a", some_text(2000))], 280)
     rules = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
@@ -301,16 +291,6 @@ def test_a_study_notices_other_code_of_the_package(model, tmp_path, text, monkey
         found.append(len(measured))
     fingerprints._package_code.cache_clear()
     assert found == [1, 2, 3]
-
-
-def test_a_task_of_one_model_keeps_older_results(model, tmp_path):
-    words = ["eval", "passkey", str(model), "--lengths=260", "--samples=1", "--max-new-tokens=2"]
-    words += ["--output", str(tmp_path / "r.json")]
-    assert main(words) == 0 and main(words) == 0
-    assert not list(tmp_path.glob("r-*.json"))
-    reweigh(model, 2)
-    assert main(words) == 0
-    assert [path.name for path in tmp_path.glob("r*.json")] != ["r.json"]
 
 
 # Training

@@ -78,25 +78,6 @@ def test_what_is_finished_is_not_measured_again(small, finished, tmp_path, monke
         run_study(load_study(small, ["--passkey.samples=3"]), out)
 
 
-def test_another_model_under_the_same_name_is_evaluated_again(
-    small, finished, model_folder, tmp_path
-):
-    out = shutil.copytree(finished[0], tmp_path / "out")
-    other = shutil.copytree(model_folder, tmp_path / "other")
-    tiny_model("slack", seed=5).save_pretrained(other)
-    wanted = load_study(small)
-    wanted.tasks = {"passkey": wanted.tasks["passkey"]}
-    wanted.models["CoCA-Slack"] = {"path": str(other)}
-
-    def outputs(cells, model):
-        cells = [c for c in cells if c["model"] == model and c["task"] == "passkey"]
-        return [r["output"] for c in cells for r in c["samples"]]
-
-    second = results(wanted, out)
-    assert outputs(finished[1], "RoFormer") == outputs(second, "RoFormer")
-    assert outputs(finished[1], "CoCA-Slack") != outputs(second, "CoCA-Slack")
-
-
 def test_killed_in_the_middle_it_continues(small, finished, tmp_path, monkeypatch):
     put, count, again = Store.put, [], []
 
