@@ -282,7 +282,7 @@ CASES = {
     "target of an export": (lambda p: ["export", p.new(), "/proc/x"], "/proc/x cannot be written"),
     "form to convert to": (convert("--form", "stric", make=lambda p: p.copy(
         "llama-rope", model_safetensors=b"")), "coca: error: form must be"),
-    "free pairs": (convert("--free-pairs", "99"), "free"),
+    "free pairs": (convert("--free-pairs", "99"), "coca_free_pairs must be a whole number"),
 }  # fmt: skip
 
 
