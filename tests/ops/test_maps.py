@@ -14,8 +14,8 @@ from operands import maps, normal
 )
 def test_first_and_second_derivatives(form, interleaved, share):
     span, free = share
-    q, t = normal(2, 2, 3, 8).requires_grad_(), normal(2, 1, 3, 4 + free, seed=1).requires_grad_()
-    cos, sin = Rotation(span).tables(torch.arange(3), torch.float64)
+    q, t = normal(1, 2, 2, 8).requires_grad_(), normal(1, 1, 2, 4 + free, seed=1).requires_grad_()
+    cos, sin = Rotation(span).tables(torch.arange(1, 3), torch.float64)
     both = maps(cos, sin, form, 0.7, free=free, interleaved=interleaved)
     for function, x in zip(both, (q, t), strict=True):
         assert gradcheck(function, (x,))
