@@ -1,6 +1,8 @@
-"""Random operands of attention, the same in every run."""
+"""Random operands of attention, the same in every run, and how large what is made of them gets."""
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from coca_attention.ops import activate, key_map, query_map
 
@@ -43,3 +45,17 @@ def operands(
         activate(draw(batch, kv_heads, keys, width // 2 + free), width // 2),
         draw(batch, kv_heads, keys, value_width),
     ]
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor that an operator returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        found = operator(*args, **(kwargs or {}))
+        for x in tree_leaves(found):
+            if isinstance(x, torch.Tensor):
+                bytes_of = x.untyped_storage().nbytes()
+                self.elements = max(self.elements, bytes_of // x.element_size())
+        return found

@@ -192,6 +192,7 @@ def _problem(theclass: type, problem: Any, prefix: str) -> str:
     text = problem.get("ctx", {}).get("error") or f"{problem['msg']}, got {problem['input']!r}"
     if problem["type"] == "unexpected_keyword_argument":
         known = [prefix + field for field in settings_parser(theclass, "").types]
+        known = [field for field in known if not name.startswith(f"{field}.")]  # what it is in
         text = f"there is no such field{did_you_mean(name, known)}"
     return f"{name}: {text}" if name else str(text)
 

@@ -3,8 +3,6 @@
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
 from coca_attention import convert
@@ -12,6 +10,7 @@ from coca_attention.models import Roles
 from coca_attention.ops import attention
 from coca_attention.testing import difference, logits, some_tokens
 from families import VARIED, assert_compiles_and_trains, read_in_pieces, vanilla
+from operands import Largest
 
 KINDS = {
     "roles": {"roles": Roles("lg", window=6)},
@@ -43,20 +42,6 @@ def read(model, reader, ids, options, real):
     model.zero_grad()
     found.square().mean().backward()
     return found.detach(), torch.cat([weight.grad.flatten() for weight in model.parameters()])
-
-
-class Largest(TorchDispatchMode):
-    """The most elements of any tensor that an operator returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        found = operator(*args, **(kwargs or {}))
-        for x in tree_leaves(found):
-            if isinstance(x, torch.Tensor):
-                bytes_of = x.untyped_storage().nbytes()
-                self.elements = max(self.elements, bytes_of // x.element_size())
-        return found
 
 
 CASES = [

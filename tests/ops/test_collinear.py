@@ -19,7 +19,7 @@ from coca_attention.ops import (
 )
 from coca_attention.ops.naive import naive_coca_attention, naive_linear_attention
 from covering import covering
-from operands import assert_same_with_gradients, operands
+from operands import Largest, assert_same_with_gradients, operands
 
 SHAPES = {
     "square": {"queries": 29},
@@ -241,6 +241,28 @@ def test_positions_of_each_row_of_a_batch(decay):
         assert (together[row] - exact[0]).abs().max() <= 1e-12
     alike = coca_attention(q, t, v, rotation=rotation)
     assert (together - alike).abs().amax((1, 2, 3)).min() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("form", "sizes", "decay", "masked", "train"),
+    [
+        ("slack", {}, None, False, False),
+        ("strict", {"kv_heads": 1}, None, False, True),
+        ("magnitude", {"queries": 800}, None, True, True),
+        ("slack", {"value_width": 12}, None, True, False),
+        ("slack", {}, 1.0, False, True),
+    ],
+)
+def test_no_tensor_has_an_element_for_every_query_and_key(form, sizes, decay, masked, train):
+    shape = {"batch": 1, "queries": 1024, "keys": 1024} | sizes
+    leaves = [x.float().requires_grad_(train) for x in operands(**shape)]
+    mask = torch.ones(1, 1, 1, 1024, dtype=torch.bool) if masked else None
+    rotation = Rotation(16, decay=decay)
+    with Largest() as largest, torch.set_grad_enabled(train):
+        found = coca_attention(*leaves, form=form, attention_mask=mask, rotation=rotation)
+        if train:
+            found.sum().backward()
+    assert largest.elements < shape["queries"] * shape["keys"]
 
 
 def test_fold_is_the_mean_of_each_pair():

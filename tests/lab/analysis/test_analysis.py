@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from coca_attention import convert
 from coca_attention.errors import UserError
@@ -22,6 +21,7 @@ from coca_lab.data import SourceSettings
 from conftest import VOCABULARY
 from covering import mostly_slow
 from families import FAMILIES, collinear, vanilla
+from operands import Largest
 
 SMALL = AnalysisSettings(
     pairs=64, pairs_per_distance=8, shifts=[1, 100], shift_queries=4, judged=16
@@ -249,27 +249,14 @@ def test_a_window_of_one_token_and_pairs_that_do_not_turn():
     assert layer["effective_angles"]["lengths"][0]["anomalous_tokens"][2:] == [0, 0]
 
 
-class Largest(TorchDispatchMode):
-    """The largest number of elements of any tensor created meanwhile."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for item in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(item, torch.Tensor):
-                self.numbers = max(self.numbers, item.numel())
-        return out
-
-
 @pytest.mark.parametrize("make", [vanilla, collinear])
 def test_memory_is_linear_in_the_length(make):
     settings = AnalysisSettings(
         max_tokens=2048, pairs=16, pairs_per_distance=2, shifts=[1], shift_queries=2
     )
-    with Largest() as seen:
+    with Largest() as largest:
         analyze(make("Llama"), documents(2048), settings)
-    assert 2048 * 32 <= seen.numbers < 2048 * 2048 / 8
+    assert 2048 * 32 <= largest.elements < 2048 * 2048 / 8
 
 
 @pytest.mark.parametrize(
