@@ -13,27 +13,20 @@ from coca_attention import load_original
 from coca_attention.testing import logits
 from families import assert_reloads, reloaded
 
-# Extracts kept here: two of six models, with the last rows of logits and attention weights.
-EXTRACTS = Path(__file__).parent / "golden"
-WHOLE = Path(__file__).parents[3] / "shared" / "golden"
-NAMES = [f"{f}_{s}" for f in ("llama", "gpt_neox") for s in ("plain", "linear", "dynamic")]
+NAMES = [f"{f} {s}" for f in ("llama", "gpt_neox") for s in ("plain", "linear", "dynamic")]
 
 
-def read(path: Path) -> tuple[dict, dict, dict]:
-    """Configuration, weights and figures."""
+def extract(name: str = "llama dynamic") -> tuple[dict, dict, dict]:
+    """Configuration, weights, and figures: last rows of the authors' logits and attention."""
+    family, scaling = name.split()
+    path = Path(__file__).parent / "golden" / f"{family}.safetensors"
+    with safe_open(path, "pt") as file:
+        config, scalings = (json.loads(file.metadata()[n]) for n in ("config", "rope_scaling"))
     tensors = load_file(path)
-    beside = path.with_suffix(".json")
-    if beside.exists():
-        config = json.loads(beside.read_text())
-    else:
-        with safe_open(path, "pt") as file:
-            config = json.loads(file.metadata()["config"])
-    weights = {name[2:]: w for name, w in tensors.items() if name.startswith("w.")}
-    return config, weights, {n: t for n, t in tensors.items() if not n.startswith("w.")}
-
-
-def extract(name: str = "llama_dynamic") -> tuple[dict, dict, dict]:
-    return read(EXTRACTS / f"{name}.safetensors")
+    weights = {n[2:]: w for n, w in tensors.items() if n.startswith("w.")}
+    figures = {n.partition(" ")[2]: x for n, x in tensors.items() if n.startswith(scaling)}
+    figures["input_ids"] = tensors["input_ids"]
+    return config | {"rope_scaling": scalings[scaling]}, weights, figures
 
 
 def write(folder: Path, config: dict, weights: dict) -> Path:
@@ -43,43 +36,32 @@ def write(folder: Path, config: dict, weights: dict) -> Path:
     return folder
 
 
-def error(folder, config, weights, figures):
-    """Largest difference from the authors' figures, of logits and of attention weights."""
-    model = load_original(write(folder, config, weights))
+@pytest.mark.parametrize("name", NAMES)
+def test_figures_of_the_authors(name, tmp_path):
+    config, weights, figures = extract(name)
+    model = load_original(write(tmp_path, config, weights))
     assert model.config.model_type == "coca_" + config["model_type"]
     assert model.config.coca_form == "slack"
     model.set_attn_implementation("eager")
     with torch.no_grad():
         output = model(figures["input_ids"], output_attentions=True)
-    pairs = [
+    for found, expected in (
         (output.logits, figures["logits"]),
         (output.attentions[0], figures["attn_layer0"]),
         (output.attentions[-1], figures["attn_last"]),
-    ]
-    # The extracts have the last rows alone.
-    return max((x[..., -y.shape[-2] :, :] - y).abs().max().item() for x, y in pairs)
-
-
-@pytest.mark.parametrize("name", ["llama_dynamic", "gpt_neox_plain"])
-def test_extracts_of_the_authors_figures(name, tmp_path):
-    assert error(tmp_path, *extract(name)) < 1e-5
-
-
-@pytest.mark.skipif(not WHOLE.is_dir(), reason="the authors' six models are not at hand")
-@pytest.mark.parametrize("name", NAMES)
-def test_the_authors_figures(name, tmp_path):
-    assert error(tmp_path, *read(WHOLE / f"{name}.safetensors")) < 1e-5
+    ):
+        assert (found[..., -expected.shape[-2] :, :] - expected).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("gpt_neox_plain", "safetensors"), ("gpt_neox_plain", "bin"), ("llama_dynamic", "sharded")],
+    [("gpt_neox plain", "safetensors"), ("gpt_neox plain", "bin"), ("llama dynamic", "sharded")],
 )
 def test_a_folder_of_either_kind_of_file(name, kind, tmp_path):
     config, weights, figures = extract(name)
     expected = load_original(write(tmp_path, config, weights))(figures["input_ids"]).logits
     (tmp_path / "model.safetensors").unlink()
-    if name == "gpt_neox_plain":  # buffers that old versions of Transformers saved are ignored
+    if name == "gpt_neox plain":  # buffers that old versions of Transformers saved are ignored
         weights["gpt_neox.layers.0.attention.rotary_emb.inv_freq"] = torch.ones(3)
     if kind == "bin":
         torch.save(weights, tmp_path / "pytorch_model.bin")
@@ -119,7 +101,7 @@ T = "model.layers.1.self_attn.t_proj.weight"
     ],
 )
 def test_invalid_checkpoints_are_refused(settings, change, message, tmp_path):
-    config, weights, _ = extract("gpt_neox_plain" if "rotary_pct" in settings else "llama_dynamic")
+    config, weights, _ = extract("gpt_neox plain" if "rotary_pct" in settings else "llama dynamic")
     weights = {n: w for n, w in {**weights, **change}.items() if w is not None}
     with pytest.raises(ValueError, match=message):
         load_original(write(tmp_path, {**config, **settings}, weights))
