@@ -31,12 +31,12 @@ def post(address: str, **content: Any) -> Any:
 
 @contextmanager
 def serving(
-    folder: Path, log: Path, *options: str, port: str = ""
+    folder: Path, log: Path, *options: str
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """The address and the process of ``coca serve``, which has loaded no model yet."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = port or str(free.getsockname()[1])
+        port = str(free.getsockname()[1])
     words = ["serve", str(folder), "--port", port, "--device", "cpu", *options]
     with open(log, "w") as output:
         process = subprocess.Popen(

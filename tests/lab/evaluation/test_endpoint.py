@@ -149,72 +149,49 @@ def test_what_is_no_prompt_is_not_asked(capsys, tokenizer, tmp_path):
     assert code == 2 and "an endpoint answers prompts, without a scaling" in err
 
 
+def cells_of(path):
+    """The cells of a result file with their answers alone, without the model's name and the time."""
+    cells = json.loads(path.read_text())["results"]
+    # A stream keeps back what is not yet a whole character.
+    said = [[sample["output"].rstrip("�") for sample in cell["samples"]] for cell in cells]
+    same = {"model": "", "seconds": 0}
+    return [cell | same | {"samples": each} for cell, each in zip(cells, said, strict=True)]
+
+
+def assert_answers_alike(capsys, task, served, tmp_path):
+    """A server and a model in this process."""
+    for name, where in (("served", served), ("here", [])):
+        code, _, err = run(capsys, "eval", *task, *where, "--output", tmp_path / f"{name}.json")
+        assert code == 0, err
+    cells = cells_of(tmp_path / "served.json")
+    assert cells == cells_of(tmp_path / "here.json") and len(set(cells[0]["samples"])) > 1
+
+
 @pytest.mark.slow
-def test_coca_serve_answers_as_the_model_does_here_also_after_a_kill(
-    capsys, model_folder, tmp_path, monkeypatch
-):
-    """Killed in the middle and started again; the answers are those without a server."""
+@pytest.mark.parametrize(
+    "task",
+    [
+        ["passkey", "--lengths", "300,301", "--samples", "8", "--max-new-tokens", "12"],
+        ["ruler", "--lengths", "1200", "--kinds", "fwe", "--samples", "3"],
+    ],
+)
+def test_coca_serve_answers_as_the_model_does_here(capsys, model_folder, tmp_path, task):
     pytest.importorskip("uvicorn", reason="Transformers' server is an extra")
-    passkey = ["passkey", model_folder, "--lengths", "300,301", "--samples", "8",
-               "--max-new-tokens", "12"]  # fmt: skip
-    ruler = ["ruler", model_folder, "--lengths", "1200", "--kinds", "fwe", "--samples", "3"]
-    served, ask = tmp_path / "served.json", Endpoint._ask
-    asked, killed, wide = [], [], ["--context", "2048"]
-
-    def remembered(self, body):
-        asked.append(body)
-        if len(asked) == 6 and not killed:
-            killed.append(process.kill())
-            process.wait()
-        return ask(self, body)
-
-    monkeypatch.setattr(Endpoint, "_ask", remembered)
-    with serving(model_folder, tmp_path / "log", *wide) as (url, process):
+    task = [task[0], model_folder, *task[1:]]
+    with serving(model_folder, tmp_path / "log", "--context", "2048") as (url, _):
         at = ["--endpoint", f"{url}/v1", "--model", str(model_folder), "--requests", "2"]
-        code, _, err = run(capsys, "eval", *passkey, *at, "--output", served)
-    assert code == 2 and "3 times" in err and not served.exists()
-    del asked[:]
-    with serving(model_folder, tmp_path / "log", *wide, port=url.rpartition(":")[2]) as (
-        _,
-        process,
-    ):
-        assert run(capsys, "eval", *passkey, *at, "--output", served)[0] == 0
-        assert 10 <= len(asked) <= 12  # of 16, four or more were answered before
-        assert run(capsys, "eval", *ruler, *at, "--output", tmp_path / "ruler.json")[0] == 0
-    for task, file in ((passkey, served), (ruler, tmp_path / "ruler.json")):
-        here = tmp_path / "here.json"
-        assert run(capsys, "eval", *task, "--output", here)[0] == 0
-        theirs, ours = (json.loads(each.read_text())["results"] for each in (file, here))
-        for one, other in zip(theirs, ours, strict=True):
-            # A stream keeps back what is not yet a whole character.
-            answers = [
-                [sample["output"].rstrip("�") for sample in cell["samples"]]
-                for cell in (one, other)
-            ]
-            assert answers[0] == answers[1] and len(set(answers[0])) > 1
-            assert {**one, "model": "", "samples": [], "seconds": 0} == {
-                **other, "model": "", "samples": [], "seconds": 0
-            }  # fmt: skip
+        assert_answers_alike(capsys, task, at, tmp_path)
 
 
 @pytest.mark.slow
 def test_llama_cpp_answers_as_transformers_does(capsys, tmp_path):
     pytest.importorskip("gguf")
     pytest.importorskip("xllamacpp", reason="llama.cpp as its authors publish it")
-    native = exported(
-        saved(roles(), tmp_path / "model"), tmp_path / "native", "--context", "512", "--gguf"
-    )
-    (file,) = native.glob("*.gguf")
-    words = ["eval", "passkey", native, "--lengths", "350", "--samples", "6",
-             "--max-new-tokens", "12"]  # fmt: skip
-    server = serve(file, 512)
+    source = saved(roles(), tmp_path / "model")
+    native = exported(source, tmp_path / "native", "--context", "512", "--gguf")
+    server = serve(next(native.glob("*.gguf")), 512)
+    task = ["passkey", native, "--samples", "6", "--max-new-tokens", "12", "--lengths"]
     at = ["--endpoint", f"{server.listening_address}/v1", "--model", "any", "--requests", "3"]
-    assert run(capsys, *words, *at, "--output", tmp_path / "served.json")[0] == 0
-    assert run(capsys, *words, "--output", tmp_path / "here.json")[0] == 0
-    answers = [
-        [sample["output"] for sample in json.loads(path.read_text())["results"][0]["samples"]]
-        for path in (tmp_path / "served.json", tmp_path / "here.json")
-    ]
-    assert answers[0] == answers[1] and len(set(answers[0])) > 1
-    code, _, err = run(capsys, *words[:4], "600", "--samples", "1", *at)
+    assert_answers_alike(capsys, [*task, "350"], at, tmp_path)
+    code, _, err = run(capsys, "eval", *task, "600", *at)
     assert code == 2 and "status 400" in err and "exceed" in err

@@ -133,12 +133,6 @@ def test_an_analysis_continues_where_it_ended(model_folder, text_folder, tmp_pat
     assert not list(tmp_path.glob("*.sqlite"))
 
 
-@pytest.mark.slow
-def test_a_study_on_ray_is_the_same(small, finished, tmp_path, monkeypatch, ray):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert results(load_study(small, ["--device=auto"]), tmp_path, ray="") == finished[1]
-
-
 def test_texts_are_shared_by_models_that_encode_and_end_them_alike(small, model_folder, tmp_path):
     wanted = load_study(small)
 

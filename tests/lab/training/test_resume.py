@@ -1,7 +1,6 @@
 """Interrupted runs end with the same weights to the last bit; what cannot be resumed is named."""
 
 import errno
-import json
 import logging
 import math
 import os
@@ -449,33 +448,6 @@ def test_killed_anywhere_it_ends_in_the_same_weights(staged, tmp_path, where):
         second, third = range(3, 7), range(1, 6)
         assert seen.steps == [("second", i) for i in second] + [("third", i) for i in third]
     assert_the_same(output, run)
-
-
-@pytest.mark.slow
-def test_a_mixture_killed_before_and_between_checkpoints(text_folder, tmp_path):
-    """Again after each resumption; its cache is deleted as well."""
-    code = tmp_path / "code.txt"
-    code.write_text("def f(x):\n    return x\n" * 30)
-    mixture = {
-        "text": {"source": str(text_folder), "weight": 0.75},
-        "code": {"source": str(code), "weight": 0.25},
-    }
-    changes = {
-        "data__mixture": json.dumps(mixture), "data__separate_documents": True,
-        "data__held_out": 0, "data__cache": tmp_path / "cache", "validation__every": "null",
-    }  # fmt: skip
-    path, output = tmp_path / "r.yaml", tmp_path / "killed"
-    path.write_text(as_yaml(recipe("stdlib", **changes)))
-    straight = train(load_recipe(path), tmp_path / "straight")
-    shutil.rmtree(tmp_path / "cache")
-    for step, saved in ((2, None), (6, 4), (9, 8)):
-        killed(f"killed {step}", path, output)
-        folder = output / "checkpoints"
-        assert last_checkpoint(folder) == (saved and folder / f"checkpoint-{saved}")
-    train(load_recipe(path), output)
-    assert_the_same(output, straight)
-    ours, theirs = (read_summary(path)["source_epochs"] for path in (output, straight))
-    assert ours == theirs and ours.keys() == {"text", "code"}
 
 
 @pytest.mark.slow
