@@ -150,7 +150,7 @@ def test_what_is_no_prompt_is_not_asked(capsys, tokenizer, tmp_path):
 
 
 def cells_of(path):
-    """The cells of a result file with their answers alone, without the model's name and the time."""
+    """The cells of a result file with their answers alone, without the name of the model."""
     cells = json.loads(path.read_text())["results"]
     # A stream keeps back what is not yet a whole character.
     said = [[sample["output"].rstrip("�") for sample in cell["samples"]] for cell in cells]
