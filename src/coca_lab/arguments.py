@@ -191,8 +191,10 @@ def _problem(theclass: type, problem: Any, prefix: str) -> str:
     name = (prefix + ".".join(parts)).rstrip(".")  # a whole section may contradict itself
     text = problem.get("ctx", {}).get("error") or f"{problem['msg']}, got {problem['input']!r}"
     if problem["type"] == "unexpected_keyword_argument":
+        section, depth = name.rpartition(".")[0], name.count(".") + 1
         known = [prefix + field for field in settings_parser(theclass, "").types]
-        known = [field for field in known if not name.startswith(f"{field}.")]  # what it is in
+        known = [".".join(field.split(".")[:depth]) for field in known]
+        known = [field for field in known if field.rpartition(".")[0] == section]
         text = f"there is no such field{did_you_mean(name, known)}"
     return f"{name}: {text}" if name else str(text)
 

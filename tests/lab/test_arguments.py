@@ -115,7 +115,7 @@ def test_short_help_has_the_fields_that_are_named_and_a_sentence_of_each():
         ("part: {batch_size: ~}", "", "part.batch_size: Input should be a valid integer, got No"),
         ("part:", "--part.batch-size 3", "part: Input should be a dictionary or an instance of"),
         ("task: {size: 1}", "", "task.size: there is no such field"),
-        ("prat: {}", "", "prat: there is no such field"),
+        ("prat: {}", "", "prat: there is no such field; did you mean part?"),
         ("tasks: {task: {}}", "", "tasks: every task has a section of its name"),
     ],
 )
