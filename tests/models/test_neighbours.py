@@ -118,12 +118,14 @@ def test_padding_in_the_middle_of_a_cache(form, kind, static):
     """Right-padded prompts, then more text: positions and distances must not count the padding."""
     model = made(form).double() if form == "limited" else model_of(form, kind)
     ids = some_tokens(model)
-    cache = StaticCache(config=model.config, max_cache_len=40) if static else None
     pads = torch.zeros(2, 3, dtype=torch.long)
     padded = torch.cat((ids[:, :8], pads, ids[:, 8:], pads[:, :2]), 1)  # the last piece ends in it
     mask, expected = (padded != 0).long(), logits(model, ids)[:, 8:]
-    found = read_in_pieces(model, padded, (11, 16, 17, 29), mask, cache)
-    assert difference(found[:, 11:27], expected) < 1e-12
+    places = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)  # as those of `generate`
+    for given in (None, places):
+        cache = StaticCache(config=model.config, max_cache_len=40) if static else None
+        found = read_in_pieces(model, padded, (11, 16, 17, 29), mask, cache, given)
+        assert difference(found[:, 11:27], expected) < 1e-12
     if form == "limited":
         found = logits(model, padded, attention_mask=mask)[:, 11:27]
         assert difference(found, expected) < 1e-12
