@@ -211,12 +211,14 @@ def test_settings_of_the_model_are_kept():
     model = vanilla("Gemma 3")  # whose head is tied to the embedding
     model.set_attn_implementation("eager")
     model.generation_config.max_new_tokens = 7
+    model.config.name_or_path = "lab/first"
     model.half().train()
     model.model.layers[0].requires_grad_(False)
     convert(model)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.config._attn_implementation == "eager"
     assert model.generation_config.max_new_tokens == 7
+    assert model.config.name_or_path == "lab/first"
     assert model.training and model.dtype == torch.float16
     frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
     assert "model.layers.0.self_attn.t_proj.weight" in frozen

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coca_attention.errors import UserError
-from coca_lab.data.blocks import BlockDataset, TaskBlocks, apportion, mixture_order
+from coca_lab.data.blocks import BlockDataset, TaskBlocks, apportion, mixture_order, spread_evenly
 from coca_lab.data.tasks import recall_block, recall_text, recall_vocabulary
 from coca_lab.evaluation.recall import RecallSettings, read_texts
 
@@ -136,6 +136,11 @@ def test_shares_hold_after_every_step(weights, batch):
     assert (read - due < 1).all()
     if len(weights) == 2:
         assert (abs(read - due) < 1).all()
+
+
+def test_blocks_to_validate_on_are_spread_over_the_text():
+    blocks = BlockDataset(np.arange(101, dtype=np.uint16), 10)
+    assert list(spread_evenly(blocks, 4).indices) == [0, 2, 5, 7]
 
 
 def test_the_papers_shares_are_exact():

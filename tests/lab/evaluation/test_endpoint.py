@@ -4,6 +4,7 @@ import json
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from unittest.mock import Mock
 
 import pytest
 
@@ -114,13 +115,15 @@ def test_wrong_answers_are_errors_with_the_servers_words(tokenizer, said, messag
     assert len(read) == requests
 
 
-def test_a_server_that_is_gone_is_not_asked_for_ever(tokenizer):
+def test_a_server_that_is_gone_is_not_asked_for_ever(tokenizer, monkeypatch):
     with server(completion()) as (url, _):
         pass
-    endpoint = Endpoint(url, "m")
+    endpoint, asked = Endpoint(url, "m"), Mock(wraps=module.urlopen)
+    monkeypatch.setattr(module, "urlopen", asked)
     for _ in range(2):
         with pytest.raises(UserError, match=r"no answer \(.*refused.*\), 3 times"):
             endpoint.answers(tokenizer, prompts_of(tokenizer), 7)
+    assert asked.call_count == 3
     with pytest.raises(UserError, match="expected an address such as http"):
         Endpoint("file:///etc/passwd", "m")
 

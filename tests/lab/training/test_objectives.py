@@ -124,8 +124,9 @@ def test_hooks_are_gone_the_teacher_is_left_alone_and_nothing_behind_a_layer_is_
         layer.self_attn.t_proj.requires_grad_(True)
     ids = batch(student)["input_ids"]
     before = [model(ids).logits for model in (student, teacher)]
-    with teacher_loss(teacher, student.train(), "attention") as loss:
+    with teacher_loss(teacher.train(), student.train(), "attention") as loss:
         loss(student, batch(student)).backward()
+        assert not teacher.training
         assert not student(ids).logits.requires_grad
     after = [model(ids).logits for model in (student, teacher)]
     assert all(map(torch.equal, after, before))

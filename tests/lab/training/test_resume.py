@@ -56,7 +56,8 @@ def truncate(path):
 
 def mark_unfinished(path):
     """As after a kill before the checkpoint was on the disk."""
-    (path.parent / UNFINISHED).touch()
+    for name in (UNFINISHED, "half-written"):
+        (path.parent / name).touch()
 
 
 @pytest.fixture
@@ -95,6 +96,7 @@ def test_a_run_resumes_from_its_last_complete_checkpoint(
     assert [step for _, step in seen.steps] == list(range(first, 13))
     assert_the_same(output, trained)
     assert last_checkpoint(output / "checkpoints").name == "checkpoint-12"
+    assert not list(output.rglob("half-written"))
     said = [r.getMessage() for r in caplog.records if r.name.startswith("coca")]
     assert said[0] == f"{output}: reading the text" and " tokens; " in said[1]
     start = f"resuming from step {first - 1}" if first > 1 else "from the first step"
