@@ -17,7 +17,8 @@ from typing import Any
 import vl_convert
 
 from coca_lab.report import read_results
-from coca_lab.report.charts import METHODS, NARROW, LineChart, Palette
+from coca_lab.report.charts import COLOURS, LineChart, Palette
+from coca_lab.report.drawing import NARROW, specification
 from coca_lab.report.lengths import PASSKEYS, PERPLEXITY, frame_of
 from coca_lab.report.page import page_sections, tasks_and_runs
 from coca_lab.report.results import parsed
@@ -112,7 +113,7 @@ def picture(parts: Sequence[Titled], width: int, *, above: bool) -> str:
     drawn: list[dict[str, Any]] = []
     data: dict[str, Any] = {}
     for title, chart in parts:
-        part = chart.specification(palette, width, height=220)
+        part = specification(chart, palette, width, height=220)
         lines = [""]
         for word in title.split():
             fits = len(lines[-1]) + len(word) < width / 9.5
@@ -130,7 +131,7 @@ def picture(parts: Sequence[Titled], width: int, *, above: bool) -> str:
 
 def colours(theme: str) -> dict[str, str]:
     """The colours of a theme by their names in pictures."""
-    _, light, dark = zip(*METHODS, strict=True)
+    _, light, dark = zip(*COLOURS, strict=True)
     inks = zip(("page", "text", "soft", "axis", "rule"), INKS[theme], strict=True)
     return {f"c{i}": c for i, c in enumerate(light if theme == "light" else dark)} | dict(inks)
 

@@ -154,6 +154,14 @@ def test_importing_is_quiet_loads_no_optional_part_and_registers_the_models():
     assert run(program) == f"False\n[]\n{types}\n{names}\n"
 
 
+def test_commands_that_draw_nothing_start_without_altair():
+    """It took half a second of every ``coca eval``."""
+    program = (
+        "import coca_lab.cli.evaluation, sys; print({'altair', 'vl_convert'} & {*sys.modules})"
+    )
+    assert run(program) == "set()\n"
+
+
 def test_operators_work_where_transformers_is_missing():
     program = (
         "import sys; sys.modules['transformers'] = None\n"

@@ -1,5 +1,6 @@
 """The published pages have the tables that their commands write from the committed results."""
 
+import json
 import re
 import runpy
 import shutil
@@ -9,6 +10,7 @@ import pytest
 
 from coca_attention.errors import UserError
 from studies.pages import BEGIN, END, write_tables
+from studies.trials import cells_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,3 +40,10 @@ def test_tables_go_between_marks_or_nowhere(tmp_path):
     page.write_text(f"Before\n{BEGIN}\n")
     with pytest.raises(UserError, match="has no place for tables"):
         write_tables(page, "new")
+
+
+@pytest.mark.parametrize("folder", ["native", "retrieval", "smollm2", "verdict"])
+def test_a_study_has_its_trials_as_a_result_file_that_the_report_reads(folder):
+    """Where this fails: ``python -m studies.trials results/…``."""
+    published = json.loads((ROOT / "results" / folder / "results.json").read_text("utf-8"))
+    assert published["results"] == json.loads(json.dumps(cells_of(ROOT / "results" / folder)))

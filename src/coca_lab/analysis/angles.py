@@ -25,6 +25,11 @@ SNAP = 1e-9
 ROUND_OFF = 1e-9
 """By how much a left side may exceed its right side, relative to the summed magnitudes."""
 
+Sums = dict[str, Any]
+"""What one text contributes to figures, by name."""
+Values = dict[str, Any]
+"""Figures, as plain JSON values by name; docs/analysis.md describes them."""
+
 
 class SeenKeys(NamedTuple):
     """Queries and the keys that they see, before rotation; each (H, N, P), complex128."""
@@ -107,7 +112,7 @@ def borders_crossed(angles: Tensor, theta: Tensor, distance: int) -> Borders:
 
 def angle_sums(
     query: Tensor, key: Tensor, theta: Tensor, lengths: Sequence[int], window: int | None, bins: int
-) -> dict[str, Any]:
+) -> Sums:
     """Angles, anomalous tokens and borders of complex queries and keys (H, N, P)."""
     # Where the ReLU gives t = 0 there is no angle: such pairs are counted, and left out elsewhere.
     angled = (query * key.conj()).abs() > 0
@@ -137,10 +142,8 @@ def angle_sums(
     }
 
 
-def angle_values(
-    sums: dict[str, Any], theta: Tensor, lengths: Sequence[int], window: int | None
-) -> dict[str, Any]:
-    """Plain JSON values from `angle_sums`, described in docs/analysis.md."""
+def angle_values(sums: Sums, theta: Tensor, lengths: Sequence[int], window: int | None) -> Values:
+    """The figures of `angle_sums`."""
     angled, above = sums["angled"], sums["above"]
     by_length = []
     for length, of_length in zip(lengths, sums["by_length"], strict=True):
@@ -194,7 +197,7 @@ def collinear_bound(magnitudes: Tensor, distances: Tensor, theta: Tensor) -> Ten
     return steps(magnitudes).amax(-1) * sums.abs().sum(-1)
 
 
-def bound_check(left: Tensor, right: Tensor, size: Tensor) -> dict[str, Any]:
+def bound_check(left: Tensor, right: Tensor, size: Tensor) -> Sums:
     """How often ``left`` exceeds ``right`` beyond the round-off of terms of summed ``size``."""
     tolerance = ROUND_OFF * size.expand(left.shape)
     ratios = (left / right)[right > tolerance]
@@ -205,7 +208,7 @@ def bound_check(left: Tensor, right: Tensor, size: Tensor) -> dict[str, Any]:
     }
 
 
-def decay_sums(seen: SeenKeys, distances: Tensor, theta: Tensor) -> dict[str, Any]:
+def decay_sums(seen: SeenKeys, distances: Tensor, theta: Tensor) -> Sums:
     """Scores and bounds of keys at distances (N,), and the inequalities checked."""
     coefficients = seen.query * seen.effective.conj()  # h_j
     magnitudes = (seen.query * seen.built.conj()).abs()  # l_j of collinear keys
@@ -229,17 +232,16 @@ def decay_sums(seen: SeenKeys, distances: Tensor, theta: Tensor) -> dict[str, An
     }
 
 
-def decay_values(sums: dict[str, Any]) -> dict[str, Any]:
-    """Plain JSON values from `decay_sums`, described in docs/analysis.md."""
-    values: dict[str, Any] = {}
-    for name in ("eq19", "eq20", "eq21", "score_against_eq20"):
-        check = sums[name]
-        counts = {field: int(check[field]) for field in ("checked", "violations")}
-        values[name] = counts | {"largest_ratio": check["largest_ratio"]}
+def decay_values(sums: Sums) -> Values:
+    """The figures of `decay_sums`."""
     rows = []
     for distance in sorted(sums["by_distance"], key=int):
         *parts, count = sums["by_distance"][distance]
-        score, rotary, collinear = numbers(torch.stack(parts) / count)
-        row = {"distance": int(distance), "score": score, "eq19": rotary, "eq20": collinear}
-        rows.append(row)
-    return values | {"by_distance": rows}
+        means = zip(("score", "eq19", "eq20"), numbers(torch.stack(parts) / count), strict=True)
+        rows.append({"distance": int(distance), **dict(means)})
+    checks = {
+        name: check | {field: int(check[field]) for field in ("checked", "violations")}
+        for name, check in sums.items()
+        if name != "by_distance"
+    }
+    return checks | {"by_distance": rows}

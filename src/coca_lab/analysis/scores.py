@@ -7,14 +7,14 @@ Rotary attention and shift-invariant forms depend only on m - n, so only round-o
 of the slack form (Eq. 10) depend on m and n.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from coca_attention.ops import apply_rotary, get_form, key_map, query_map
-from coca_lab.analysis.angles import SeenKeys, complex_pairs, numbers
+from coca_lab.analysis.angles import SeenKeys, Sums, complex_pairs, numbers
 from coca_lab.analysis.capture import VANILLA, LayerHeads, visible_keys
 
 
@@ -131,14 +131,14 @@ def score_rows(heads: LayerHeads, queries: Tensor, shift: int = 0) -> Tensor:
     return scores
 
 
-def shift_sums(heads: LayerHeads, queries: Tensor, shifts: list[int]) -> dict[str, Any]:
+def shift_sums(heads: LayerHeads, queries: Tensor, shifts: list[int]) -> Sums:
     """By shift, the change of a layer's scores of some queries (M,)."""
     visible = visible_keys(queries, heads.key.shape[-2], heads.window)
     before = score_rows(heads, queries)
     return {str(s): change_sums(before, score_rows(heads, queries, s), visible) for s in shifts}
 
 
-def change_sums(before: Tensor, after: Tensor, visible: Tensor) -> dict[str, Any]:
+def change_sums(before: Tensor, after: Tensor, visible: Tensor) -> Sums:
     """Change of scores (H, M, T) where ``visible`` (M, T) is True."""
 
     def centred(scores: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def change_sums(before: Tensor, after: Tensor, visible: Tensor) -> dict[str, Any
     }
 
 
-def change_values(sums: dict[str, Any]) -> dict[str, float | None]:
+def change_values(sums: Sums) -> dict[str, float | None]:
     """From `change_sums`: the changes of scores and attention, described in docs/analysis.md."""
     scores, attention = (sums["changed"] / sums["spread"]).sqrt(), sums["moved"] / sums["rows"]
     score_change, attention_change = numbers(torch.stack((scores, attention)))

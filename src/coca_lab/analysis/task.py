@@ -16,7 +16,15 @@ from coca_attention.errors import UserError
 from coca_attention.models import training_length
 from coca_attention.models.configuration import rope_parameters
 from coca_attention.ops import get_form
-from coca_lab.analysis.angles import angle_sums, angle_values, decay_sums, decay_values, numbers
+from coca_lab.analysis.angles import (
+    Sums,
+    Values,
+    angle_sums,
+    angle_values,
+    decay_sums,
+    decay_values,
+    numbers,
+)
 from coca_lab.analysis.capture import VANILLA, LayerHeads, form_of, read_text, visit_layers
 from coca_lab.analysis.scores import (
     change_values,
@@ -33,8 +41,6 @@ from coca_lab.evaluation.task import Cell, Measurement, Model, RotaryScaling, Ta
 
 DEFAULT_TOKENS = 2048
 AtLeastTwo = Annotated[int, Field(ge=2)]
-Sums = dict[str, Any]
-"""What one text contributes to the figures of a model, as JSON values."""
 
 
 @dataclass
@@ -84,7 +90,7 @@ def analyze(
     progress: Progress = lambda line, done, total: None,
     *,
     name: str = "model",
-) -> dict[str, Any]:
+) -> Values:
     """Angles between queries and keys, anomalous tokens, borders, bounds and shifts.
 
     docs/analysis.md describes what is measured. Each text is read once, and once more for every
@@ -264,7 +270,7 @@ def _layer_sums(heads: LayerHeads, settings: AnalysisSettings, rng: np.random.Ge
     return sums | {"energies": energies, "shifts": shift_sums(heads, queries, settings.shifts)}
 
 
-def _layer_values(every: Sequence[Sums], settings: AnalysisSettings) -> dict[str, Any]:
+def _layer_values(every: Sequence[Sums], settings: AnalysisSettings) -> Values:
     """The layer's part of the result, from its part of every text."""
     facts = every[0]["facts"]
     if any(each["facts"] != facts for each in every):
@@ -302,7 +308,7 @@ def _prediction_sums(before: Tensor, after: Tensor, targets: Tensor) -> Sums:
     return {"before": before, "after": after, "count": len(targets)}
 
 
-def _prediction_values(sums: Sums) -> dict[str, Any]:
+def _prediction_values(sums: Sums) -> Values:
     """Means over the sampled positions, in nats per token."""
     count = int(sums["count"])
     before, after = (float(sums[name] / count) for name in ("before", "after"))
@@ -321,7 +327,7 @@ def _measure(model: Model, settings: AnalyzeSettings, scaling: RotaryScaling) ->
     return [measure_angles(model, token_ids, analysis)]
 
 
-TASK = Task(
+ANALYSIS = Task(
     "analyze",
     "Angles between queries and keys, border crossings, and bounds on the scores.",
     AnalyzeSettings,

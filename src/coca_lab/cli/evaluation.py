@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import PositiveInt
 
 from coca_lab import studies
-from coca_lab.analysis.task import TASK as ANALYSIS
+from coca_lab.analysis.task import ANALYSIS
 from coca_lab.cli import Command, choose
 from coca_lab.cli.console import RAY, PlacedSettings, ProgressBar, parse, parse_file, print_table
 from coca_lab.engine import Engine

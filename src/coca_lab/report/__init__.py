@@ -1,6 +1,6 @@
 """Result files → one self-contained HTML page. Reads result files alone."""
 
-from coca_lab.report.cells import Cell
+from coca_lab.report.cells import CheckedCell
 from coca_lab.report.charts import LineChart
 from coca_lab.report.page import build_report, write_report
 from coca_lab.report.results import read_results
@@ -8,14 +8,6 @@ from coca_lab.report.section import Entry, Section
 from coca_lab.report.tasks import REPORTS, TaskReport, printed_tables
 
 __all__ = [
-    "REPORTS",
-    "Cell",
-    "Entry",
-    "LineChart",
-    "Section",
-    "TaskReport",
-    "build_report",
-    "printed_tables",
-    "read_results",
-    "write_report",
-]
+    "REPORTS", "CheckedCell", "Entry", "LineChart", "Section", "TaskReport",
+    "build_report", "printed_tables", "read_results", "write_report",
+]  # fmt: skip

@@ -1,13 +1,22 @@
 """Angles between queries and keys in the report, from the results of ``coca analyze``."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import pandas as pd
 from pydantic import Field
 
-from coca_lab.report.cells import Cell, Count, Natural, Number, Part, Share, having
+from coca_lab.report.cells import (
+    CheckedCell,
+    Count,
+    Facts,
+    Fraction,
+    Natural,
+    Number,
+    Record,
+    having,
+)
 from coca_lab.report.charts import DASHES, Frame, LineChart
 from coca_lab.report.section import Section, signed
 
@@ -25,7 +34,7 @@ BOUNDS = {
 }
 
 
-Shares = list[Share | None]
+Shares = list[Fraction | None]
 Check = Annotated[dict[str, Number | None], having("checked", "violations", "largest_ratio")]
 """How often an inequality was looked at, and violated."""
 Distance = Annotated[dict[str, Number | None], having("distance", *BOUNDS)]
@@ -34,23 +43,24 @@ Shift = Annotated[dict[str, Number], having("shift", "nats", "nats_shifted")]
 """The loss when all positions are moved."""
 
 
-class AnomalousShares(Part):
-    """By rotary pair, at one length."""
+class AnomalousShares(Record):
+    """By rotary pair, in texts of one length."""
 
+    length: Count
     anomalous_share: Shares
 
 
-class Angles(Part):
+class Angles(Record):
     """Angles of a layer; the histogram has a row for every rotary pair."""
 
-    cases: Annotated[dict[str, Share | None], having("d")]
+    cases: Annotated[dict[str, Fraction | None], having("d")]
     largest: Number | None
     zero_share: Shares
     histogram: list[list[Number | None]]
-    lengths: list[AnomalousShares]
+    lengths: Annotated[list[AnomalousShares], Field(min_length=1)]
 
 
-class Decay(Part):
+class Decay(Record):
     """Scores by distance, and the paper's bounds of them."""
 
     by_distance: list[Distance]
@@ -60,7 +70,7 @@ class Decay(Part):
     score_against_eq20: Check
 
 
-class Layer(Part):
+class Layer(Record):
     """A layer's angles."""
 
     layer: Natural
@@ -69,7 +79,7 @@ class Layer(Part):
     effective_angles: Angles | None
     decay: Decay
     shifts: list[Annotated[dict[str, Number | None], having("score_change")]]
-    absolute_share: Share | None = None
+    absolute_share: Fraction | None = None
 
     @property
     def seen(self) -> Angles:
@@ -77,25 +87,18 @@ class Layer(Part):
         return self.effective_angles or self.angles
 
 
-class AngleSettings(Part):
-    """Lengths at which anomalous tokens were counted."""
-
-    lengths: list[Count]
-
-
-class AngleCell(Cell):
+class AngleCell(CheckedCell):
     """Angles between queries and keys."""
 
     form: str
     documents: Count
     tokens: Count
     longest: Count
-    settings: AngleSettings
     shifts: list[Shift]
     layers: Annotated[list[Layer], Field(min_length=1)]
 
     @property
-    def facts(self) -> dict[Any, Any]:
+    def facts(self) -> Facts:
         """The texts."""
         return self._known("documents", "tokens", "longest")
 
@@ -112,16 +115,14 @@ class AngleCell(Cell):
 
     def anomalous(self) -> Frame:
         """Anomalous shares, averaged over layers: a row a length, a column a rotary pair."""
-        shares = [
-            pd.DataFrame([each.anomalous_share for each in layer.seen.lengths], dtype=float)
+        shares = {
+            (layer.layer, each.length): pd.Series(each.anomalous_share, dtype=float)
             for layer in self.layers
-        ]
-        mean = pd.DataFrame(pd.concat(shares).groupby(level=0).mean()).fillna(0.0)
-        mean = mean.head(len(self.settings.lengths))
-        mean.index = pd.Index(self.settings.lengths[: len(mean)])
+            for each in layer.seen.lengths
+        }
+        mean: Frame = pd.DataFrame(shares).T.groupby(level=1).mean().fillna(0.0)
         # Angles that depend on positions are those of what was read.
-        last = self.longest if self.at_key_position else max(mean.index, default=0)
-        read = mean[mean.index <= last]
+        read = mean[mean.index <= self.longest] if self.at_key_position else mean
         return mean.head(1) if read.empty else read
 
     def score_changes(self) -> Frame:
@@ -178,12 +179,20 @@ def _measures(cell: AngleCell) -> dict[str, str]:
         changes = cell.score_changes().mean().fillna(0.0)
         most = cell.shifts[int(changes.idxmax())]
         measures["score change when moved"] = f"{changes.max():.2g} (by {most['shift']:,.0f})"
-        worst = max(cell.shifts, key=lambda each: abs(each["nats_shifted"] - each["nats"]))
-        measures["nats when moved"] = f"{_nats(worst)} (by {worst['shift']:,.0f})"
+        moved = [(each["nats_shifted"] - each["nats"], each["shift"]) for each in cell.shifts]
+        nats, shift = max(moved, key=lambda each: abs(each[0]))
+        # Adding 0.0 to the rounded value turns -0.0 into 0.0.
+        measures["nats when moved"] = f"{signed(round(nats, 3) + 0.0, '.3f')} (by {shift:,.0f})"
         share = _mean([layer.absolute_share for layer in cell.layers])
         if share > 0:
             measures["scores that depend on m + n"] = _percent(share)
     return measures
+
+
+def _line(cell: AngleCell, name: str, x: object, y: object, **look: object) -> Frame:
+    """The points of a line in the colour of its model."""
+    line = ", ".join(filter(None, (cell.model, name)))
+    return pd.DataFrame({"line": line, "x": x, "y": y, "colour": cell.model, **look})
 
 
 def _histogram(cells: Sequence[AngleCell]) -> Section:
@@ -192,13 +201,9 @@ def _histogram(cells: Sequence[AngleCell]) -> Section:
     for cell in cells:
         layers = {f"layer {each.layer}": _density(each.seen) for each in cell.layers}
         mean = pd.DataFrame(layers).mean(axis=1)
-        look = {"colour": cell.model, "mark": "line"}
         for name, density in {"": mean, **layers}.items():
-            line = ", ".join(filter(None, (cell.model, name)))
             x = 360 * (density.index + 0.5) / len(density)
-            lines.append(
-                pd.DataFrame({"line": line, "x": x, "y": density, "first": not name, **look})
-            )
+            lines.append(_line(cell, name, x, density, first=not name, mark="line"))
     x = "angle Θ from key to query (degrees)"
     chart = LineChart(pd.concat(lines), x, "density (1: uniform)", level=1.0)
     said = ", ".join(f"{cell.above()} ({cell.model})" for cell in cells)
@@ -209,7 +214,7 @@ def _histogram(cells: Sequence[AngleCell]) -> Section:
     return Section("Angle between query and key", lead, text, chart)
 
 
-def _density(angles: Angles) -> Any:
+def _density(angles: Angles) -> Frame:
     """Density by bin over all pairs, each pair weighted by its number of angles."""
     rows: Frame = pd.DataFrame(angles.histogram, dtype=float).fillna(0.0)
     weights = 1 - pd.Series(angles.zero_share, dtype=float).reindex(rows.index).fillna(1.0)
@@ -218,42 +223,40 @@ def _density(angles: Angles) -> Any:
 
 def _anomalous(cells: Sequence[AngleCell]) -> Section:
     """Share of causal (m, n) pairs in the anomalous zone by rotary pair, averaged over layers."""
-    lines, most = [], {}
+    lines, said = [], []
     for cell in cells:
-        shares = cell.anomalous().iloc[::-1]
-        most[cell.model] = f"{_percent(shares.iloc[0].mean())} at {shares.index[0]:,} tokens"
+        shares = cell.anomalous().iloc[::-1]  # the longest first
+        said.append(f"{cell.model} {_percent(shares.iloc[0].mean())} at {shares.index[0]:,} tokens")
         for index, (length, share) in enumerate(shares.iterrows()):
-            line = {"line": f"{cell.model}, {length:,} tokens", "x": share.index, "y": 100 * share}
-            look = {"colour": cell.model, "dash": DASHES[index % len(DASHES)], "mark": "line"}
-            lines.append(pd.DataFrame({**line, **look, "first": index == 0}))
+            dash = DASHES[index % len(DASHES)]
+            look = {"dash": dash, "mark": "line", "first": not index}
+            lines.append(_line(cell, f"{length:,} tokens", share.index, 100 * share, **look))
     text = (
         "A (query, key) pair is anomalous in a rotary pair if Θ > π and the key is nearer than "
         "τ = (2π − Θ)/θ: its score then rises with distance."
     )
     x, y = "rotary pair, from fast to slow", "anomalous (query, key) pairs (%)"
-    lead = f"Anomalous pairs: {', '.join(f'{model} {share}' for model, share in most.items())}."
+    lead = f"Anomalous pairs: {', '.join(said)}."
     return Section("Anomalous tokens by rotary pair", lead, text, LineChart(pd.concat(lines), x, y))
 
 
 def _decay(cells: Sequence[AngleCell]) -> Section:
     """Scores against the distance, averaged over layers; in the folded chart with their bounds."""
-    points, said = [], []
+    lines, said = [], []
     for cell in cells:
         rows = [each for layer in cell.layers for each in layer.decay.by_distance]
         frame: Frame = pd.DataFrame(rows, columns=["distance", *BOUNDS]).astype(float)
         # 0 counts as unknown.
         means = frame.replace(0.0, np.nan).groupby("distance").mean().dropna(how="all")
         for name, (label, dash) in BOUNDS.items():
-            line = ", ".join(filter(None, (cell.model, label)))
-            look = {"colour": cell.model, "dash": dash, "first": not label}
-            points.append(pd.DataFrame({"line": line, "x": means.index, "y": means[name], **look}))
+            lines.append(_line(cell, label, means.index, means[name], dash=dash, first=not label))
         score = means["score"].dropna()
         if len(score):
             said.append(f"{cell.model} {score.iloc[0]:.2g} to {score.iloc[-1]:.2g}")
-    every = pd.concat(points)
-    ticks = sorted(map(int, every["x"].unique())) or [1]
+    points: Frame = pd.concat(lines)
+    ticks = sorted(map(int, points["x"].unique())) or [1]
     x, y = "distance m − n (tokens)", "share of the sum of |q||k|"
-    chart = LineChart(every, x, y, ticks=ticks, log_y=True)
+    chart = LineChart(points, x, y, ticks=ticks, log_y=True)
     lead = f"Mean scores from the nearest tokens to the farthest: {', '.join(said) or 'unknown'}."
     text = "Scores, and the paper’s bounds of them, as a share of |q||k|."
     return Section("Score and bounds by distance", lead, text, chart)
@@ -265,13 +268,13 @@ def _shifts(cells: Sequence[AngleCell]) -> Section:
     for cell in cells:
         changes = cell.score_changes().clip(lower=SMALLEST)
         moved = [each["shift"] for each in cell.shifts]
-        points = {"x": moved, "y": changes.mean(), "low": changes.min(), "high": changes.max()}
-        lines.append(pd.DataFrame({"line": cell.model, **points}))
+        ends = {"low": changes.min(), "high": changes.max()}
+        lines.append(_line(cell, "", moved, changes.mean(), **ends))
         most = changes.mean().max()
         said.append(f"{cell.model} {'within round-off' if most < ROUND_OFF else f'{most:.2g}'}")
-    ticks = sorted({each["shift"] for cell in cells for each in cell.shifts})
+    points: Frame = pd.concat(lines)
     x, y = "all positions moved by (tokens)", "change of scores over their spread"
-    chart = LineChart(pd.concat(lines), x, y, ticks=ticks, log_y=True)
+    chart = LineChart(points, x, y, ticks=sorted(points["x"].unique().tolist()), log_y=True)
     lead = f"Scores change, when all positions move, by at most: {', '.join(said)}."
     return Section("All positions moved", lead, "", chart)
 
@@ -283,9 +286,3 @@ def _mean(values: Sequence[float | None]) -> float:
 
 def _percent(value: float) -> str:
     return "–" if np.isnan(value) else f"{value:.1%}"
-
-
-def _nats(entry: dict[str, float]) -> str:
-    """The change of the loss by a shift."""
-    # Adding 0.0 to the rounded value turns -0.0 into 0.0.
-    return signed(round(entry["nats_shifted"] - entry["nats"], 3) + 0.0, ".3f")

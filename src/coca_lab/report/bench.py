@@ -1,19 +1,28 @@
 """Benchmarks as sections: the shapes of the paper's Figure 6 (speed) and Table 6 (memory)."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import pandas as pd
 from pydantic import Field
 
-from coca_lab.report.cells import Cell, Count, Interval, Name, Number, Part, Positive
+from coca_lab.report.cells import (
+    CheckedCell,
+    Count,
+    Facts,
+    Interval,
+    Name,
+    Number,
+    Positive,
+    Record,
+)
 from coca_lab.report.charts import Frame, LineChart
-from coca_lab.report.lengths import lengths_of, table_of
+from coca_lab.report.lengths import length_table, lengths_of
 from coca_lab.report.results import grouped
 from coca_lab.report.section import Section, span
 
 
-class Variant(Part):
+class Variant(Record):
     """What one of the things compared in a benchmark needs."""
 
     median_ms: Positive = 1.0
@@ -25,8 +34,8 @@ class Variant(Part):
     peak_megabytes: Positive | None = None
 
 
-class Bench(Cell):
-    """A benchmark at one length."""
+class Bench(CheckedCell):
+    """A benchmark at one length; the first variant is the one that others are compared with."""
 
     case: Name
     title: Name
@@ -40,7 +49,7 @@ class Bench(Cell):
     variants: Annotated[dict[str, Variant], Field(min_length=1)]
 
     @property
-    def facts(self) -> dict[Any, Any]:
+    def facts(self) -> Facts:
         """The machine, and what was measured: a second measurement of it is shown apart."""
         case = {(self.setting, self.case, self.length): self.variants}
         return case | {"machine": self.machine} if self.machine else case
@@ -64,28 +73,31 @@ def bench_sections(cells: Sequence[Bench]) -> list[Section]:
 def _section(group: Sequence[Bench]) -> Section:
     """A row per variant, a column per length: the first one's time, then ratios; or megabytes."""
     first = group[0]
-    memory = all(each.peak_megabytes for cell in group for each in cell.variants.values())
+    measured = [variant for cell in group for variant in cell.variants.values()]
+    memory = all(each.peak_megabytes for each in measured)
     baseline, *_ = first.variants
     frame: Frame = pd.DataFrame(
         {
             "line": _row_name(first.variants, name),
             "x": cell.length,
-            "y": measured.peak_megabytes if memory else measured.ratio,
-            "entry": _entry(measured, name == baseline, memory),
+            "y": variant.peak_megabytes if memory else variant.ratio,
+            "entry": _entry(variant, name == baseline, memory),
+            "cell": cell,
         }
         for cell in group
-        for name, measured in cell.variants.items()
+        for name, variant in cell.variants.items()
     )
+    lengths = lengths_of(frame)
     label = "megabytes" if memory else "time, relative to the baseline"
     logarithmic = memory or bool(frame["y"].max() > 3)
-    chart = LineChart(frame, "tokens", label, ticks=lengths_of(frame), log_y=logarithmic)
+    chart = LineChart(frame, "tokens", label, ticks=lengths, log_y=logarithmic)
     return Section(
         f"{first.title}: {first.setting}",
-        _lead(first.title, frame[frame["x"] == group[-1].length], memory),
+        _lead(first.title, frame[frame["x"] == lengths[-1]], memory),
         first.text,
-        chart if len(lengths_of(frame)) > 1 else None,
-        *table_of(frame, f"{first.case} ({first.setting})"),
-        _note([m for cell in group for m in cell.variants.values()], memory),
+        chart if len(lengths) > 1 else None,
+        *length_table(frame, f"{first.case} ({first.setting})", frame["entry"]),
+        _note(measured, memory),
     )
 
 
@@ -98,13 +110,13 @@ def _row_name(variants: dict[str, Variant], name: str) -> str:
     return f"{name} ({size / baseline:.2f} × bytes)"
 
 
-def _entry(measured: Variant, first: bool, memory: bool) -> str:
+def _entry(variant: Variant, first: bool, memory: bool) -> str:
     if memory:
-        return f"{measured.peak_megabytes:,.0f} MB"
+        return f"{variant.peak_megabytes:,.0f} MB"
     if first:
-        return f"{measured.median_ms:,.{0 if measured.median_ms >= 100 else 1}f} ms"
-    low, high = measured.ratio_quartiles
-    return f"{measured.ratio:.2f} × ({low:.2f}–{high:.2f})"
+        return f"{variant.median_ms:,.{0 if variant.median_ms >= 100 else 1}f} ms"
+    low, high = variant.ratio_quartiles
+    return f"{variant.ratio:.2f} × ({low:.2f}–{high:.2f})"
 
 
 def _lead(title: str, longest: Frame, memory: bool) -> str:
@@ -121,10 +133,10 @@ def _note(measured: Sequence[Variant], memory: bool) -> str:
     if memory:
         return "Peak memory of one run, in megabytes above its inputs."
     note = (
-        f"Medians of {span((m.rounds for m in measured), 'd')} interleaved rounds: the time of the "
+        f"Medians of {span(each.rounds for each in measured)} interleaved rounds: the time of the "
         "first row, and the ratios of the others to it with their quartiles; below 1 is faster."
     )
-    errors = [m.error for m in measured if m.error is not None]
+    errors = [each.error for each in measured if each.error is not None]
     if errors:
         note += f" Largest error before timing, relative to the largest value: {max(errors):.1g}."
     return note

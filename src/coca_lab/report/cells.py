@@ -13,15 +13,19 @@ Natural = Annotated[int, Field(ge=0, le=2**53)]
 Integer = Annotated[int, Field(ge=-(2**53), le=2**53)]
 Number = Annotated[float, Field(ge=-1e300, le=1e300)]
 Positive = Annotated[float, Field(gt=1e-300, le=1e300)]
-Share = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 Interval = Annotated[list[Number], Field(min_length=2, max_length=2)]
 Name = Annotated[str, Field(min_length=1)]
+Content = dict[str, Any]
+"""An object of a JSON file."""
+Facts = dict[Any, Any]
+"""What a figure depends on besides the model, by name."""
 
 
 def having(*names: str) -> AfterValidator:
     """Of an object: that it has these fields."""
 
-    def check(values: dict[str, Any]) -> dict[str, Any]:
+    def check(values: Content) -> Content:
         if missing := [name for name in names if name not in values]:
             raise ValueError(f"it lacks {', '.join(missing)}")
         return values
@@ -29,13 +33,13 @@ def having(*names: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-class Part(BaseModel):
+class Record(BaseModel):
     """A part of a result file; other fields than its own are kept as they are."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
 
-class Cell(Part):
+class CheckedCell(Record):
     """A result of a task: what those of all tasks have in common.
 
     Attributes:
@@ -55,31 +59,35 @@ class Cell(Part):
     training_length: Count | None = None
 
     @property
-    def facts(self) -> dict[Any, Any]:
+    def facts(self) -> Facts:
         """What it depends on besides the model; cells that differ in a fact are shown apart."""
         return {}
 
-    def _known(self, *names: str) -> dict[Any, Any]:
+    def _known(self, *names: str) -> Facts:
         """Those of these fields that the file has; old ones lack some."""
         values = {name: getattr(self, name, None) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
 
-class Figure(Cell):
-    """A figure of a model at a length, of a seed and a size if it is one of a study's models."""
+class Figure(CheckedCell):
+    """A figure of a model at a length, of a seed and a size if it is one of a study's models.
+
+    Figures that were not measured here say their ``conditions`` in words.
+    """
 
     scaling: Name = "none"
     factor: Positive | None = None
     length: Count
-    value: Share | None
+    value: Fraction | None
     interval: Interval | None = None
     kind: str = ""
     training_seed: Integer | None = None
     size: str = ""
     parameters: Count | None = None
+    conditions: str | None = None
 
 
-class Document(Part):
+class Document(Record):
     """The score of a document; nats that overflowed are null."""
 
     id: str | int = ""
@@ -98,7 +106,7 @@ class PositionRange(Document):
     last: Count
 
 
-class Repeats(Part):
+class Repeats(Record):
     """Scores of the targets that end an n-gram which stands earlier, but only farther back."""
 
     n: Count
@@ -121,14 +129,15 @@ class Perplexity(Figure):
     repeats: Repeats | None = None
 
     @property
-    def facts(self) -> dict[Any, Any]:
+    def facts(self) -> Facts:
         """The documents, the tokens scored of each, and the stride."""
         # The last tokens alone have a stride of their own.
-        facts = self._known("targets", "text", *["stride"] * (self.scaling != "attend-last"))
-        return {**facts, "documents": [(each.id, each.tokens) for each in self.documents]}
+        stride = () if self.scaling == "attend-last" else ("stride",)
+        documents = [(each.id, each.tokens) for each in self.documents]
+        return self._known("conditions", "targets", "text", *stride) | {"documents": documents}
 
 
-class Sample(Part):
+class Sample(Record):
     """An answer to a prompt."""
 
     hit: bool = False
@@ -138,23 +147,23 @@ class Sample(Part):
 class Prompts(Figure):
     """The share of what prompts of one length ask for that a model finds."""
 
-    value: Share = Field(validation_alias="accuracy")
+    value: Fraction = Field(validation_alias="accuracy")
     interval: Interval | None = Field(None, validation_alias="wilson95")
     samples: list[Sample] = []
 
     @property
-    def facts(self) -> dict[Any, Any]:
+    def facts(self) -> Facts:
         """The prompts; the tokenizer shows in the distances."""
         named = ("key", "expected", "depth", "depths", "distance", "distances")
         prompts = [[getattr(sample, name, None) for name in named] for sample in self.samples]
-        known = self._known("seed", "depths", "max_new_tokens", "chat")
-        return {**known, (self.kind, self.length): [getattr(self, "filler", None), *prompts]}
+        known = self._known("conditions", "seed", "depths", "max_new_tokens", "chat")
+        return known | {(self.kind, self.length): [getattr(self, "filler", None), *prompts]}
 
 
 class Ruler(Prompts):
     """The score of one of RULER's tasks."""
 
-    value: Share = Field(validation_alias="score")
+    value: Fraction = Field(validation_alias="score")
 
 
 class Recall(Prompts):
@@ -163,7 +172,7 @@ class Recall(Prompts):
     kind: int | str = Field("", validation_alias="pairs")
 
 
-class CurvePoint(Part):
+class CurvePoint(Record):
     """A loss in training."""
 
     step: Natural
@@ -171,41 +180,41 @@ class CurvePoint(Part):
     stage: str = ""
 
 
-class Validation(Part):
+class Start(Record):
+    """What validation measured of the model that training started from."""
+
+    name: Name
+    perplexity: Positive
+    retrieval: dict[str, Fraction] = {}
+
+
+class Validation(Record):
     """A measurement in training."""
 
     step: Natural
     perplexity: Positive
     stage: str = ""
-    retrieval: dict[str, Share] = {}
+    retrieval: dict[str, Fraction] = {}
 
 
-class Start(Part):
-    """The same of the model that training started from."""
-
-    name: Name
-    perplexity: Positive
-    retrieval: dict[str, Share] = {}
-
-
-class Asked(Part):
+class Asked(Record):
     """What a model was asked in validation."""
 
     what: str
     length: Count
 
 
-class Stage(Part):
+class Stage(Record):
     """A stage of training."""
 
     name: str
     objective: str
 
 
-class Run(Part):
+class Run(Record):
     """The ``training.json`` of a run."""
 
-    name: str
+    model: str = Field(validation_alias="name")
     file: str = ""
     parameters: Count
     steps: Count
@@ -221,7 +230,7 @@ class Run(Part):
     recipe: Any = None
 
 
-class Environment(Part):
+class Environment(Record):
     """The machine and the versions of a measurement."""
 
     command: str
@@ -232,28 +241,34 @@ class Environment(Part):
     system: str
     versions: dict[str, str]
 
+    def __str__(self) -> str:
+        """What times depend on."""
+        processors = ", ".join(self.gpus or [self.processor])
+        plural = "" if self.threads == 1 else "s"
+        return f"{processors}, {self.threads} thread{plural}, PyTorch {self.versions.get('torch')}"
 
-class Study(Part):
+
+class Study(Record):
     """The study that results are from."""
 
     title: str = ""
 
 
-class ResultFile(Part):
+class ResultFile(Record):
     """A result file as a whole; its cells are looked at by their tasks."""
 
     file: str = ""
-    results: list[dict[str, Any]] = []
+    results: list[Content] = []
     training: list[Run] = []
     environment: Environment | None = None
     environments: list[Environment] = []
     study: Study | None = None
 
 
-Kind = TypeVar("Kind", bound=Part)
+Kind = TypeVar("Kind", bound=Record)
 
 
-def checked(kind: type[Kind], content: Any, file: str, *place: str | int) -> Kind:
+def checked(kind: type[Kind], content: object, file: str, *place: str | int) -> Kind:
     """A part of a file of its kind; a UserError names the field where it is not."""
     try:
         return kind.model_validate(content)
@@ -266,31 +281,6 @@ def checked(kind: type[Kind], content: Any, file: str, *place: str | int) -> Kin
         raise UserError(f"{file or 'results'}: not a result file: {field}: {said}") from error
 
 
-def checked_cell(kind: type[Cell], content: dict[str, Any], file: ResultFile, number: int) -> Cell:
-    """A cell of a file, of its task's kind."""
-    about = {"machine": machine(file.environment), "file": file.file}
-    return checked(kind, {**about, **content}, file.file, "results", number)
-
-
-def machine(about: Environment | None) -> str:
-    """What times depend on."""
-    if about is None:
-        return ""
-    processors = ", ".join(about.gpus or [about.processor])
-    plural = "" if about.threads == 1 else "s"
-    return f"{processors}, {about.threads} thread{plural}, PyTorch {about.versions.get('torch')}"
-
-
-def unlike(one: Part, other: Part) -> bool:
-    """Whether two cells, or runs, say different things about one; time does not count."""
-    first, second = (
-        part.model_dump(exclude={"seconds", "file", "machine"}) for part in (one, other)
-    )
-    return any(
-        first[name] != second[name] for name in first.keys() & second.keys() - {"throughput"}
-    )
-
-
-def models_of(cells: Sequence[Cell]) -> list[str]:
+def models_of(items: Sequence[CheckedCell | Run]) -> list[str]:
     """The names of the models, in their order."""
-    return list(dict.fromkeys(cell.model for cell in cells if cell.model))
+    return list(dict.fromkeys(item.model for item in items if item.model))

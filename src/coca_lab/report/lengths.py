@@ -8,7 +8,6 @@ name), ``x`` (tokens), ``y`` (the figure), ``low``, ``high`` and how it is drawn
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -37,6 +36,7 @@ class Measure:
         form: A figure as text.
         top: The largest figure, which is the best one; without, the lowest is best.
         x: What the length is.
+        level: A figure to compare with.
     """
 
     title: str
@@ -44,6 +44,7 @@ class Measure:
     form: Callable[[float], str] = "{:.2f}".format
     top: float | None = None
     x: str = "prompt length in tokens"
+    level: float | None = None
 
 
 PERPLEXITY = Measure(
@@ -56,13 +57,12 @@ RECALL = Measure("Associative recall", "share of questions answered", top=1, x="
 
 def line_label(cell: Figure) -> str:
     """The name of the line that a cell belongs to."""
-    model, kind = cell.model, cell.scaling
-    if kind == "none":
-        return model
-    if kind == SHORT:
-        return f"{model}, last {cell.length} tokens only"
+    if cell.scaling == "none":
+        return cell.model
+    if cell.scaling == SHORT:
+        return f"{cell.model}, last {cell.length} tokens only"
     factor = f" ({cell.factor:g})" if cell.factor else ""
-    return f"{model} + {SCALING_NAMES.get(kind, kind)}{factor}"
+    return f"{cell.model} + {SCALING_NAMES.get(cell.scaling, cell.scaling)}{factor}"
 
 
 def frame_of(cells: Sequence[Figure]) -> Frame:
@@ -78,6 +78,7 @@ def frame_of(cells: Sequence[Figure]) -> Frame:
             "scaling": cell.scaling,
             "kind": f"{cell.kind} pairs" if isinstance(cell.kind, int) else cell.kind,
             "size": cell.size,
+            "seed": cell.training_seed,
             "y": math.inf if cell.value is None else cell.value,
             "low": low,
             "high": high,
@@ -87,10 +88,10 @@ def frame_of(cells: Sequence[Figure]) -> Frame:
             "first": cell.scaling == "none",
             "cell": cell,
         }
-        rows += [row | {"x": x} for x in (plain or [cell.length] if last else [cell.length])]
+        rows += [row | {"x": x} for x in (plain if last and plain else [cell.length])]
     frame: Frame = pd.DataFrame(rows)
-    order = list(dict.fromkeys((*DASHES, *frame["scaling"])))
-    place = frame["scaling"].map(lambda kind: (kind == SHORT) * len(order) + order.index(kind))
+    kinds = [*DASHES, *(kind for kind in frame["scaling"].unique() if kind != SHORT), SHORT]
+    place = frame["scaling"].map(kinds.index)
     model, line = (frame[name].factorize()[0] for name in ("model", "line"))
     return _one_a_place(frame.iloc[np.lexsort((frame["x"], line, place, model))])
 
@@ -99,8 +100,7 @@ def _one_a_place(frame: Frame) -> Frame:
     """A row for every line and length: the mean of its seeds, with their range as interval."""
     place = ["size", "kind", "line", "x"]
     first = frame.drop_duplicates(place)
-    seeds = frame.assign(seed=[cell.training_seed for cell in frame["cell"]])
-    seeds = seeds.groupby(place)["seed"].nunique().rename("seeds")
+    seeds = frame.groupby(place)["seed"].nunique().rename("seeds")
     first = first.join(seeds, on=place)
     once = frame.merge(first.loc[first["seeds"] < 2, [*place, "y", "cell"]], on=place)
     # Two evaluations of a model can share a cell, such as that of the last tokens.
@@ -111,9 +111,8 @@ def _one_a_place(frame: Frame) -> Frame:
             "figures; give one of them, or evaluate with --name"
         )
     several = frame.join(seeds, on=place).query("seeds > 1").groupby(place)["y"]
-    means = several.agg(y="mean", low="min", high="max")
     first = first.set_index(place)
-    first.update(means)
+    first.update(several.agg(y="mean", low="min", high="max"))
     return first.reset_index()
 
 
@@ -121,33 +120,30 @@ def length_section(
     frame: Frame, measure: Measure, *, text: str = "", title: str = "", bars: bool = True
 ) -> Section:
     """The section of a frame whose lines have one figure a length."""
-    shown = frame["y"].map(measure.form)
     best = frame.groupby("x")["y"].agg("max" if measure.top else "min").map(measure.form)
-    several = frame["line"].nunique() > 1
-
-    def entry(row: Any) -> Entry:
+    several, entries = frame["line"].nunique() > 1, []
+    for row in frame.itertuples():
+        shown = measure.form(row.y)
         ends = "" if math.isnan(row.low) else f"{measure.form(row.low)} to {measure.form(row.high)}"
-        return Entry(shown[row.Index], ends, several and shown[row.Index] == best[row.x])
-
+        entries.append(Entry(shown, ends, several and shown == best[row.x]))
     trained = training_length(frame)
-    better = "" if measure.top else " (lower is better)"
+    chart = LineChart(
+        frame,
+        measure.x,
+        measure.name + ("" if measure.top else " (lower is better)"),
+        ticks=lengths_of(frame),
+        log_y=not measure.top,
+        top=measure.top,
+        level=measure.level,
+        mark=(trained, "training context") if trained else None,
+        bars=bars,
+    )
+    table = length_table(frame, f"{measure.name} at", entries)
+    kinds = frame.drop_duplicates("line")["scaling"]
+    muted = [place for place, kind in enumerate(kinds) if kind == SHORT]
+    heading = title or measure.title
     return Section(
-        title or measure.title,
-        finding(frame, measure),
-        text,
-        LineChart(
-            frame,
-            measure.x,
-            measure.name + better,
-            ticks=lengths_of(frame),
-            log_y=not measure.top,
-            top=measure.top,
-            mark=(trained, "training context") if trained else None,
-            bars=bars,
-        ),
-        *length_table(frame, f"{measure.name} at", entry),
-        conditions(frame),
-        muted=short_rows(frame),
+        heading, finding(frame, measure), text, chart, *table, conditions(frame), muted=muted
     )
 
 
@@ -164,27 +160,28 @@ def finding(frame: Frame, measure: Measure) -> str:
     best = measure.form(far["y"].max() if measure.top else far["y"].min())
     # At its training length, scaling does not make a model better.
     names = far[shown == best].drop_duplicates("model")["line"].tolist()
-    others = far[(shown != best)]["y"]
-    if len(far) == 1:
-        return f"{at_tokens(frame, length)} {names[0]} has a {measure.name} of {best}."
+    others = far[shown != best]["y"]
+    where = at_tokens(frame, length)
     if others.empty:
-        return f"{at_tokens(frame, length)} all have a {measure.name} of {best}."
+        who = f"{names[0]} has" if len(far) == 1 else "all have"
+        return f"{where} {who} a {measure.name} of {best}."
     who = enumeration(names) if len(names) < 4 else f"{len(names)} of {len(far)} models"
     which = f"{'has' if len(names) == 1 else 'have'} the {'highest' if measure.top else 'lowest'}"
-    rest = dict.fromkeys(map(measure.form, (others.min(), others.max())))
-    where = at_tokens(frame, length)
-    other = "the others" if len(others) > 1 else "the other"
-    return f"{where} {who} {which} {measure.name}, {best}; {other} {' to '.join(rest)}."
+    rest = f"the other{'s' if len(others) > 1 else ''} {span(others, measure.form)}"
+    return f"{where} {who} {which} {measure.name}, {best}; {rest}."
 
 
 def conditions(frame: Frame) -> str:
     """What was scored or asked, and what the intervals are of."""
-    cells = [cell for cell in frame["cell"] if cell.scaling != SHORT] or frame["cell"].tolist()
+    plain = without_short(frame)
+    cells = (frame if plain.empty else plain)["cell"].tolist()
+    if cells[0].conditions:
+        return f"{cells[0].conditions}."
     if (frame["seeds"] > 1).any():
-        return f"Small: ranges of the {span(frame['seeds'], 'd')} seeds of each mean."
+        return f"Small: ranges of the {span(frame['seeds'])} seeds of each mean."
     if samples := [len(cell.samples) for cell in cells if isinstance(cell, Prompts)]:
         chat = ", in the chat template" if getattr(cells[0], "chat", False) else ""
-        count = f"; {span(samples, ',')} prompts each{chat}" if min(samples) else ""
+        count = f"; {span(samples)} prompts each{chat}" if min(samples) else ""
         return f"Small: Wilson’s 95 % intervals{count}."
     scored = [cell for cell in cells if isinstance(cell, Perplexity) and cell.documents]
     if not scored:
@@ -193,38 +190,26 @@ def conditions(frame: Frame) -> str:
     few = f", fewer than {FEW_DOCUMENTS}: intervals are rough" if count < FEW_DOCUMENTS else ""
     known = {
         "targets": enumeration(sorted({cell.targets for cell in scored if cell.targets})),
-        "stride": span((cell.stride for cell in scored if cell.stride), ","),
-        "tokens scored at every length": span((c.tokens for c in scored if c.tokens), ","),
+        "stride": span(cell.stride for cell in scored if cell.stride),
+        "tokens scored at every length": span(cell.tokens for cell in scored if cell.tokens),
     }
     facts = "; ".join(f"{name}: {said}" for name, said in known.items() if said)
     return f"Small: 95 % intervals over documents ({count}{few}). {facts.capitalize()}."
 
 
-def length_table(frame: Frame, what: str, entry: Callable[[Any], Any]) -> Table:
-    """`table_of` entries from the rows of the frame, with the lengths in training lengths."""
-    frame = frame.assign(entry=[entry(row) for row in frame.itertuples()])
-    trained, ((_, *names), rows) = training_length(frame), table_of(frame, what)
-    small = [f"{n / trained:g} ×" if trained else "" for n in lengths_of(frame)]
-    return [what, *map(Entry, names, small)], rows
-
-
-def table_of(frame: Frame, what: str) -> tuple[list[str], list[list[Any]]]:
-    """A row for every line, a column for every length, of the column ``entry``."""
-    lengths = lengths_of(frame)
-    table = frame.pivot(index="line", columns="x", values="entry")[lengths].fillna("–")
-    rows = [[name, *table.loc[name]] for name in frame["line"].unique()]
-    return [what, *(f"{length:,}" for length in lengths)], rows
+def length_table(frame: Frame, what: str, entries: Sequence[str | Entry]) -> Table:
+    """A row for every line, a column for every length, of the entries of a frame's rows."""
+    lengths, lines = lengths_of(frame), frame["line"].unique().tolist()
+    table: Frame = frame.assign(entry=entries).pivot(index="line", columns="x", values="entry")
+    rows = table.reindex(lines, columns=lengths).fillna("–").itertuples()
+    trained = training_length(frame)
+    names = [Entry(f"{n:,}", f"{n / trained:g} ×" if trained else "") for n in lengths]
+    return [what, *names], [[*row] for row in rows]
 
 
 def without_short(frame: Frame) -> Frame:
     """The rows of all texts read, and not of the last tokens alone."""
     return frame[frame["scaling"] != SHORT]
-
-
-def short_rows(frame: Frame) -> list[int]:
-    """The rows of a table that show the last tokens alone."""
-    kinds = frame.drop_duplicates("line")["scaling"]
-    return [place for place, kind in enumerate(kinds) if kind == SHORT]
 
 
 def lengths_of(frame: Frame) -> list[int]:
@@ -250,9 +235,8 @@ def at_tokens(frame: Frame, size: int) -> str:
 def by_kind(frame: Frame, measure: Measure, *, bars: bool = True) -> list[Section]:
     """A section for every size and kind of figures."""
     sections = []
-    for (size, kind), part in frame.groupby(["size", "kind"], sort=False):
-        title = ", ".join(filter(None, (measure.title, kind, size)))
-        part = part.reset_index(drop=True)
+    for names, part in frame.groupby(["kind", "size"], sort=False):
+        title = ", ".join(filter(None, (measure.title, *names)))
         sections.append(length_section(part, measure, title=title, bars=bars))
     return sections
 
@@ -260,42 +244,37 @@ def by_kind(frame: Frame, measure: Measure, *, bars: bool = True) -> list[Sectio
 def pooled(frame: Frame) -> Frame:
     """A frame of the means over all prompts of several kinds, or lengths, of a line."""
     prompts = [len(cell.samples) or 1 for cell in frame["cell"]]
-    frame = frame.assign(prompts=prompts, hits=frame["y"] * prompts)
-    sums = frame.groupby(["line", "x"])[["hits", "prompts"]].sum().reset_index()
-    first = frame.drop_duplicates(["line", "x"]).drop(
-        columns=["y", "low", "high", "hits", "prompts"]
-    )
-    first = first.merge(sums, on=["line", "x"])
+    sums = frame.assign(prompts=prompts, hits=frame["y"] * prompts)
+    sums = sums.groupby(["line", "x"])[["hits", "prompts"]].sum()
+    first = frame.drop_duplicates(["line", "x"]).join(sums, on=["line", "x"])
     ends = [wilson_interval(h, n) for h, n in zip(first["hits"], first["prompts"], strict=True)]
-    return first.assign(
-        y=first["hits"] / first["prompts"], **pd.DataFrame(ends, columns=["low", "high"])
-    )
+    low, high = zip(*ends, strict=True)
+    return first.assign(y=first["hits"] / first["prompts"], low=low, high=high)
 
 
 def by_distance(frame: Frame) -> Frame:
     """A frame of the share of hits by the tokens to the end of the prompt, in octaves."""
-    rows = [
-        {**row, "x": 1 << (sample.distance - 1).bit_length(), "y": float(sample.hit)}
-        for row in frame.to_dict("records")
-        for sample in row["cell"].samples
-        if sample.distance
-    ]
-    if not rows:
-        return frame.head(0)
-    one = [row["cell"].model_copy(update={"samples": row["cell"].samples[:1]}) for row in rows]
-    return pooled(pd.DataFrame(rows).assign(cell=one))
+    rows = []
+    for row in frame.to_dict("records"):
+        for sample in row["cell"].samples:
+            if sample.distance:
+                cell = row["cell"].model_copy(update={"samples": [sample]})
+                octave = 1 << (sample.distance - 1).bit_length()
+                rows.append(row | {"cell": cell, "x": octave, "y": float(sample.hit)})
+    return pooled(pd.DataFrame(rows)) if rows else frame.head(0)
 
 
 def passkey_sections(cells: Sequence[Figure]) -> list[Section]:
     """By prompt length; and by distance, as in the paper's Figure 5."""
     frame = frame_of(cells)
     sections = by_kind(frame, PASSKEYS)
-    away = by_distance(frame) if len(sections) == 1 else pd.DataFrame()
-    if away.empty or not any(away["y"]):
+    away = by_distance(frame) if len(sections) == 1 else frame.head(0)
+    if not away["y"].any():
         return sections
     measure = replace(PASSKEYS, title="Passkeys found, by distance", x="distance in tokens, up to")
     section = length_section(away, measure)
-    return [*sections, replace(section, lead="", chart=None, printed=False)]
+    note = "Small: Wilson’s 95 % intervals of all prompts."
+    return [*sections, replace(section, lead="", chart=None, note=note, printed=False)]
 
 
 def ruler_sections(cells: Sequence[Figure]) -> list[Section]:
@@ -328,10 +307,10 @@ def _kept(line: Frame) -> str:
     """The longest length up to which a model keeps `KEPT` of its score at its training length."""
     scores, trained = line.set_index("x")["y"].sort_index(), training_length(line) or 0
     first = max([n for n in scores.index if n <= trained], default=scores.index[0])
-    kept = (scores.loc[first:] >= KEPT * scores[first]).cummin()
-    last = kept[kept].index[-1]
     if not scores[first]:
         return "–"
+    kept = (scores.loc[first:] >= KEPT * scores[first]).cummin()
+    last = kept[kept].index[-1]
     return f"≥ {last:,}" if last == scores.index[-1] else f"{last:,}"
 
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import yaml
@@ -13,11 +12,18 @@ from jinja2 import Environment, StrictUndefined
 
 from coca_attention.errors import UserError
 from coca_lab.files import check_output, write_text
-from coca_lab.report.cells import Cell, ResultFile, Run, models_of
-from coca_lab.report.charts import METHODS, NARROW, WIDE, LineChart, Palette, static_svg
-from coca_lab.report.results import parsed, read_results, tell_apart, without_copies
+from coca_lab.report.cells import Content, ResultFile, Run, models_of
+from coca_lab.report.charts import COLOURS, LineChart, Palette
+from coca_lab.report.results import (
+    Cells,
+    paper_figures,
+    parsed,
+    read_results,
+    tell_apart,
+    without_copies,
+)
 from coca_lab.report.section import Section, capital, enumeration
-from coca_lab.report.tasks import REPORTS, Tasks, by_task, groups_of, paper_figures
+from coca_lab.report.tasks import REPORTS, Tasks, by_task, groups_of
 from coca_lab.report.training import training_sections
 
 MARK = "--page: #fff; --text: #1b1b1b;"
@@ -69,7 +75,7 @@ def write_report(
 
 
 def build_report(
-    contents: Sequence[dict[str, Any]], *, title: str | None = None, paper: bool = False
+    contents: Sequence[Content], *, title: str | None = None, paper: bool = False
 ) -> str:
     """HTML of the page from the contents of result files.
 
@@ -87,18 +93,18 @@ def build_report(
     shown = [_shown(section, number, palette) for number, section in enumerate(sections, 1)]
     drawn = [number for number, section in enumerate(sections) if section.chart]
     fold = drawn[OPEN] if len(drawn) > OPEN else len(sections)
-    _, light, dark = zip(*METHODS, strict=True)
+    _, light, dark = zip(*COLOURS, strict=True)
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     source = files("coca_lab.report").joinpath("page.html.j2").read_text(encoding="utf-8")
     return template.from_string(source).render(
-        title=title or _of_study(found) or _title(tasks, runs),
+        title=title or _title(found, tasks, runs),
         palettes={"light": light, "dark": dark},
         words=glossary(tasks),
         groups=[f"{capital(c)}: {_members(group)}" for _, group, c in groups_of(tasks) if c],
         first=shown[:fold],
         more=shown[fold:],
         recipes={
-            run.name: yaml.safe_dump(run.recipe, sort_keys=False) for run in runs if run.recipe
+            run.model: yaml.safe_dump(run.recipe, sort_keys=False) for run in runs if run.recipe
         },
         environments=environments,
     )
@@ -135,10 +141,10 @@ def glossary(tasks: Tasks) -> dict[str, str]:
     }
 
 
-def _shown(section: Section, number: int, palette: Palette) -> dict[str, Any]:
+def _shown(section: Section, number: int, palette: Palette) -> dict[str, object]:
     """The section, its pictures, and its table as CSV."""
     table = f"data:text/csv;charset=utf-8,{quote(section.csv())}" if section.rows else ""
-    shown: dict[str, Any] = {"section": section, "first": None, "more": None, "csv": table}
+    shown: dict[str, object] = {"section": section, "first": None, "more": None, "csv": table}
     if chart := section.chart:
         shown["first"] = _drawn(section.title, chart, f"s{number}", palette)
         if chart.everything:
@@ -148,10 +154,12 @@ def _shown(section: Section, number: int, palette: Palette) -> dict[str, Any]:
 
 def _drawn(title: str, chart: LineChart, prefix: str, palette: Palette) -> dict[str, str]:
     """A chart in words, and as pictures for wide and narrow pages."""
-    return {
-        "words": f"{title}. {chart.words()}",
-        "wide": static_svg(chart.specification(palette, WIDE), f"{prefix}w"),
-        "narrow": static_svg(chart.specification(palette, NARROW), f"{prefix}n"),
+    from coca_lab.report import drawing  # here, since Altair takes half a second
+
+    widths = {"wide": drawing.WIDE, "narrow": drawing.NARROW}
+    return {"words": f"{title}. {chart.words()}"} | {
+        name: drawing.static_svg(drawing.specification(chart, palette, width), prefix + name[0])
+        for name, width in widths.items()
     }
 
 
@@ -161,28 +169,25 @@ def _of_group(section: Section, called: str) -> Section:
     return replace(section, title=f"{section.title} ({called})", lead=lead)
 
 
-def _members(cells: Sequence[Cell]) -> str:
+def _members(cells: Cells) -> str:
     """The models of comparable cells, or the machine, and the files that they are from."""
     names = ", ".join(dict.fromkeys(cell.file for cell in cells if cell.file))
     about = ", ".join(models_of(cells)) or cells[0].machine
     return f"{about} ({names})" if about and names else about or names
 
 
-def _cells(tasks: Tasks) -> list[Cell]:
+def _cells(tasks: Tasks) -> Cells:
     return [cell for groups in tasks.values() for group in groups for cell in group]
 
 
-def _of_study(contents: Sequence[ResultFile]) -> str:
-    """The title of the one study among these results, or nothing."""
-    titles = {content.study.title for content in contents if content.study}
-    return titles.pop() if len(titles) == 1 else ""
-
-
-def _title(tasks: Tasks, runs: Sequence[Run]) -> str:
-    """What was measured, and of which models."""
+def _title(contents: Sequence[ResultFile], tasks: Tasks, runs: Sequence[Run]) -> str:
+    """The one study's among these results; else what was measured, and of which models."""
+    studies = {content.study.title for content in contents if content.study}
+    if len(studies) == 1 and any(studies):
+        return studies.pop()
     titles = [REPORTS[name].title for name in tasks]
     what = " · ".join(titles) if len(titles) in (1, 2) else "Long context" if titles else "Training"
-    names = models_of(_cells(tasks)) if tasks else [run.name for run in runs]
+    names = models_of(_cells(tasks) or runs)
     if len(names) > 3:
         names = [*names[:2], f"{len(names) - 2} more"]
     return f"{what}: {enumeration(names)}" if names else what

@@ -3,26 +3,25 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from coca_lab.intervals import DocumentScore, paired_ratio_interval, perplexity, perplexity_interval
 from coca_lab.report.cells import Perplexity
-from coca_lab.report.charts import Frame, LineChart
+from coca_lab.report.charts import Frame
 from coca_lab.report.lengths import (
     PERPLEXITY,
     SHORT,
+    Measure,
     at_tokens,
     by_kind,
     frame_of,
     length_section,
-    length_table,
     lengths_of,
     without_short,
 )
-from coca_lab.report.section import Section, enumeration, signed, span
+from coca_lab.report.section import Section, enumeration, span
 from coca_lab.report.sizes import size_sections
 
 Scores = Sequence[DocumentScore]
@@ -30,21 +29,19 @@ Scores = Sequence[DocumentScore]
 
 def perplexity_sections(cells: Sequence[Perplexity]) -> list[Section]:
     """By window, paired differences, positions and copies; of a study, by its sizes."""
-    frame = frame_of(cells)
+    frame, short = frame_of(cells), replace(PERPLEXITY, title="Perplexity")
     if (frame["seeds"] > 1).any() or frame["size"].nunique() > 1:
-        return [*size_sections(cells), *by_kind(frame, replace(PERPLEXITY, title="Perplexity"))]
+        return [*size_sections(cells), *by_kind(frame, short)]
     sections = [
         # Without bars: paired differences have far narrower intervals.
         length_section(frame, PERPLEXITY, text=far_text_helps(frame), bars=False),
         *_differences(without_short(frame)),
     ]
     if positions := [part for cell in cells for part in _positions(cell)]:
-        place = replace(PERPLEXITY, title="Perplexity", x="tokens read before, up to")
-        sections += by_kind(frame_of(positions), place)
+        sections += by_kind(frame_of(positions), replace(short, x="tokens read before, up to"))
     if copies := [part for cell in cells for part in _copies(cell)]:
         # The last tokens alone are what a copy from far back is compared with.
-        drawn = frame_of(copies).assign(first=True)
-        sections += by_kind(drawn, replace(PERPLEXITY, title="Perplexity"), bars=False)
+        sections += by_kind(frame_of(copies).assign(first=True), short, bars=False)
     return sections
 
 
@@ -56,8 +53,7 @@ def far_text_helps(frame: Frame) -> str:
     longest = lengths_of(plain)[-1]
     alone = short[short["x"] == longest].groupby("model")["y"].min()
     far = plain[plain["x"] == longest]
-    names = far["line"][far["y"] < far["model"].map(alone)].tolist()
-    who = enumeration(names or ["no model"])
+    who = enumeration(far["line"][far["y"] < far["model"].map(alone)].tolist() or ["no model"])
     return (
         f"At {longest:,} tokens the perplexity of {who} is lower than with its last tokens alone."
     )
@@ -65,7 +61,7 @@ def far_text_helps(frame: Frame) -> str:
 
 def _differences(plain: Frame) -> list[Section]:
     """Every line against the lowest at the longest window, over paired documents."""
-    plain = plain[[bool(_scores(cell)) for cell in plain["cell"]]]
+    plain = plain[[bool(cell.documents) for cell in plain["cell"]]]
     if plain["line"].nunique() < 2:
         return []
     far = plain[plain["x"] == lengths_of(plain)[-1]]
@@ -79,27 +75,20 @@ def _differences(plain: Frame) -> list[Section]:
     longest = lengths_of(others)[-1]
     last = others[others["x"] == longest]
     who = f"{last['line'].iloc[0]} has" if len(last) == 1 else "the others have"
-    return [
-        Section(
-            "Perplexity: paired differences",
-            f"{at_tokens(others, longest)} {who} {span(last['y'], '.2f')} × the perplexity of "
-            f"{name}.",
-            "With 95 % intervals of the ratios over the same documents: what makes a document hard "
-            "for every model cancels, so these intervals say which differences are real.",
-            LineChart(
-                others,
-                "tokens read at once",
-                f"perplexity, as a multiple of that of {name}",
-                ticks=lengths_of(others),
-                log_y=True,
-                level=1.0,
-            ),
-            *length_table(
-                others, f"against {name} at", lambda row: _change(row.y, row.low, row.high)
-            ),
-            printed=False,
-        )
-    ]
+    lead = f"{at_tokens(others, longest)} {who} {span(last['y'], '{:.2f}'.format)} × the perplexity"
+    measure = Measure(
+        "Perplexity: paired differences",
+        f"perplexity against that of {name}",
+        lambda y: f"{y:.3f} ×" if math.isfinite(y) else "–",
+        x=PERPLEXITY.x,
+        level=1.0,
+    )
+    text = (
+        "Ratios over the same documents: what makes a document hard for every model cancels, so "
+        "their intervals say which differences are real."
+    )
+    section = length_section(others, measure, text=text)
+    return [replace(section, lead=f"{lead} of {name}.", printed=False)]
 
 
 def _ratio(mine: Scores, theirs: Scores) -> tuple[float, float, float]:
@@ -108,32 +97,30 @@ def _ratio(mine: Scores, theirs: Scores) -> tuple[float, float, float]:
     return ratio, *(paired_ratio_interval(mine, theirs) or (math.nan, math.nan))
 
 
-def _change(ratio: float, low: float, high: float) -> str:
-    """``+3.8% (+1.0% to +6.7%)``."""
-    if not math.isfinite(ratio):
-        return "–"
-    change, *ends = (signed(value - 1, ".1%") for value in (ratio, low, high))
-    return f"{change} ({' to '.join(ends)})" if math.isfinite(low) else change
-
-
 def _scores(cell: Perplexity) -> Scores:
     return [document.score for document in cell.documents]
 
 
-def _part(cell: Perplexity, kind: str, scores: Scores, **changes: Any) -> Iterator[Perplexity]:
+def _part(
+    cell: Perplexity, kind: str, scores: Scores, length: int | None = None
+) -> Iterator[Perplexity]:
     """The cell of some of its targets, if there are any."""
-    if sum(score.tokens for score in scores) < 1:
-        return
-    value = perplexity(scores)
-    changes = {"value": value if 1e-300 < value < math.inf else None, "documents": [], **changes}
-    yield cell.model_copy(update={"kind": kind, "interval": perplexity_interval(scores), **changes})
+    if sum(score.tokens for score in scores) > 0:
+        value = perplexity(scores)
+        changes = {
+            "kind": kind,
+            "length": length or cell.length,
+            "value": value if 1e-300 < value < math.inf else None,
+            "interval": perplexity_interval(scores),
+            "documents": [],
+        }
+        yield cell.model_copy(update=changes)
 
 
 def _positions(cell: Perplexity) -> Iterator[Perplexity]:
     """Of the targets with so many tokens before them."""
     for place in cell.by_position or ():
-        kind = f"by position, window {cell.length:,}"
-        yield from _part(cell, kind, [place.score], length=place.last)
+        yield from _part(cell, f"by position, window {cell.length:,}", [place.score], place.last)
 
 
 def _copies(cell: Perplexity) -> Iterator[Perplexity]:

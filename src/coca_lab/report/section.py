@@ -1,8 +1,9 @@
 """What the page is made of, and how numbers are written in it."""
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
@@ -82,11 +83,11 @@ def enumeration(names: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
-def span(values: Iterable[float], form: str) -> str:
+def span(values: Iterable[float], form: Callable[[Any], str] = "{:,}".format) -> str:
     """The smallest value and the largest: "8 to 16", or once if they are written alike."""
     values = list(values)
     ends = (min(values), max(values)) if values else ()
-    return " to ".join(dict.fromkeys(f"{end:{form}}" for end in ends))
+    return " to ".join(dict.fromkeys(map(form, ends)))
 
 
 def number(value: float) -> str:

@@ -1,7 +1,6 @@
 """Studies of several sizes: power laws of perplexity over the number of parameters."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import pandas as pd
 
@@ -89,6 +88,6 @@ def _extended(law: PowerLaw | None) -> list[str | Entry]:
     ]
 
 
-def _plain(value: Any, digits: int) -> str:
+def _plain(value: float, digits: int) -> str:
     """Rounded to significant digits, and written without an exponent."""
     return f"{float(f'{value:.{digits}g}'):,.10g}"

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any
 
 import pandas as pd
-import yaml
 
 from coca_lab.report.angles import AngleCell, angle_sections
 from coca_lab.report.bench import Bench, bench_sections
 from coca_lab.report.cells import (
-    Cell,
+    CheckedCell,
+    Content,
+    Facts,
     Number,
     Perplexity,
     Positive,
@@ -19,16 +19,15 @@ from coca_lab.report.cells import (
     Recall,
     ResultFile,
     Ruler,
-    checked_cell,
+    checked,
 )
 from coca_lab.report.lengths import passkey_sections, recall_sections, ruler_sections
 from coca_lab.report.perplexity import perplexity_sections
-from coca_lab.report.results import comparable, parsed
+from coca_lab.report.results import Cells, comparable, parsed
 from coca_lab.report.section import Section
 
-Tasks = dict[str, list[list[Cell]]]
+Tasks = dict[str, list[Cells]]
 """By the name of a task, groups of comparable cells."""
-PAPER = "paper.yaml"
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,10 @@ class TaskReport:
 
     sections: Callable[[Any], list[Section]]
     title: str = "Long context"
-    cell: type[Cell] = Cell
+    cell: type[CheckedCell] = CheckedCell
 
 
-class Harness(Cell):
+class Harness(CheckedCell):
     """A task of lm-evaluation-harness."""
 
     name: str
@@ -56,7 +55,7 @@ class Harness(Cell):
     limit: Positive | None = None
 
     @property
-    def facts(self) -> dict[Any, Any]:
+    def facts(self) -> Facts:
         """The version, and how many questions were asked."""
         return self._known("harness", "limit")
 
@@ -92,49 +91,34 @@ REPORTS: dict[str, TaskReport] = {
 
 def by_task(contents: Sequence[ResultFile]) -> Tasks:
     """For every task that the report shows, in the order of the page, its comparable cells."""
-    chosen: dict[str, list[Cell]] = {name: [] for name in REPORTS}
-    for content in contents:
-        for number, cell in enumerate(content.results):
-            task = checked_cell(Cell, cell, content, number).task
+    chosen: dict[str, Cells] = {name: [] for name in REPORTS}
+    for file in contents:
+        about = {"machine": str(file.environment or ""), "file": file.file}
+        for number, content in enumerate(file.results):
+            place = {**about, **content}, file.file, "results", number
+            task = checked(CheckedCell, *place).task
             if task in chosen:
-                chosen[task].append(checked_cell(REPORTS[task].cell, cell, content, number))
-    return {name: comparable(of) for name, of in chosen.items() if of}
+                chosen[task].append(checked(REPORTS[task].cell, *place))
+    return {name: comparable(cells) for name, cells in chosen.items() if cells}
 
 
-def groups_of(tasks: Tasks) -> Iterator[tuple[str, list[Cell], str]]:
+def groups_of(tasks: Tasks) -> Iterator[tuple[str, Cells, str]]:
     """The groups of every task, by its name; and what they are called, if a task has several."""
     for name, groups in tasks.items():
         for number, group in enumerate(groups, 1):
             yield name, group, f"group {number}" if len(groups) > 1 else ""
 
 
-def paper_figures() -> list[dict[str, Any]]:
-    """The paper's figures as the contents of result files, one for each of its tables."""
-    text = files("coca_lab.report").joinpath(PAPER).read_text(encoding="utf-8")
-    return [
-        {
-            "file": table["title"],
-            "results": [
-                {**table["about"], "model": model, table["length"]: n, table["figure"]: value}
-                for model, values in table["rows"].items()
-                for n, value in zip(table["lengths"], values, strict=True)
-                if value != "OOM"
-            ],
-        }
-        for table in yaml.safe_load(text)
-    ]
-
-
-def printed_tables(cells: Sequence[dict[str, Any]]) -> list[tuple[list[str], list[list[str]]]]:
+def printed_tables(cells: Sequence[Content]) -> list[tuple[list[str], list[list[str]]]]:
     """Header and rows of every table for the terminal, as text."""
     tables = []
     for name, group, called in groups_of(by_task(parsed([{"results": list(cells)}]))):
         printed = [x for x in REPORTS[name].sections(group) if x.rows and x.printed]
+        firsts = [str(section.header[0]) for section in printed]
         for section in printed:
             first, *header = map(str, section.header)
             # Of tables that begin alike (RULER's tasks), the title tells which one it is.
-            alike = sum(str(other.header[0]) == first for other in printed)
-            title = section.title if alike > 1 else ""
+            title = section.title if firsts.count(first) > 1 else ""
             about = ", ".join(filter(None, (title, called)))
             header = [f"{first} ({about})" if about else first, *header]
             tables.append((header, [[*map(str, row)] for row in section.rows]))

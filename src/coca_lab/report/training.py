@@ -27,9 +27,11 @@ def training_sections(runs: Sequence[Run]) -> list[Section]:
         return []
     sections, curves = [*_validation(runs), *_retrieval(runs)], _entries(runs, "curve")
     for objective, unit in UNITS.items():  # losses of different objectives are not comparable
-        title = "Training" if objective == "next_token" else f"Training: {objective}"
-        chosen = curves[curves["objective"] == objective]
-        sections += _losses(chosen, title, unit)
+        losses = _trained(curves[curves["objective"] == objective], "loss")
+        if len(losses):
+            title = "Training" if objective == "next_token" else f"Training: {objective}"
+            lead = _best("Lowest training loss at the end", losses, "min")
+            sections.append(Section(title, lead, chart=LineChart(losses, TOKENS, unit)))
     return [*sections, _table(runs)]
 
 
@@ -41,46 +43,37 @@ def _entries(runs: Sequence[Run], field: str) -> Frame:
         for entry in getattr(run, field):
             x = entry.step * _per_step(run) / 1e6
             objective = objectives.get(entry.stage, "next_token")
-            rows.append({**vars(entry), "line": run.name, "x": x, "objective": objective})
+            rows.append({**vars(entry), "line": run.model, "x": x, "objective": objective})
     return pd.DataFrame(rows, columns=None if rows else ["objective"])
 
 
-def _drawn(entries: Frame, field: str) -> Frame:
-    """Values by tokens, without step 0: before any training it would flatten all others."""
-    known = entries.dropna(subset=field)
-    trained = known[(known["step"] > 0) | (known.groupby("line")["step"].transform("max") == 0)]
-    few = trained.groupby("line")["x"].transform("size") < 40
-    return trained.assign(y=trained[field], mark=few.map({True: "both", False: "line"}))
-
-
-def _losses(entries: Frame, title: str, unit: str) -> list[Section]:
-    """A chart of the losses, unless no run has any."""
+def _trained(entries: Frame, field: str) -> Frame:
+    """Points of a field by tokens, without step 0: before training it would flatten all others."""
     if entries.empty:
-        return []
-    points = _drawn(entries, "loss")
-    lead = _best("Lowest training loss at the end", points, "min")
-    chart = LineChart(_thinned(points), TOKENS, unit, log_y=False)
-    return [Section(title, lead, chart=chart)]
-
-
-def _thinned(points: Frame) -> Frame:
-    """At most `DRAWN` points of every line, at equal distances, and always the last."""
-    lines = points.groupby("line")["x"]
-    left = lines.cumcount(ascending=False)
-    return points[left % -(-lines.transform("size") // DRAWN) == 0]
+        return entries
+    known = entries.dropna(subset=field)
+    lines = known.groupby("line")["step"]
+    points = known[(known["step"] > 0) | (lines.transform("max") == 0)]
+    counts = points.groupby("line")["x"].transform("size")
+    marks = (counts < 40).map({True: "both", False: "line"})
+    # At equal distances, and always the last.
+    left = points.groupby("line").cumcount(ascending=False)
+    return points.assign(y=points[field], mark=marks)[left % -(-counts // DRAWN) == 0]
 
 
 def _validation(runs: Sequence[Run]) -> list[Section]:
+    """Perplexity in training, and when a model has recovered that of its start."""
     measured = [run for run in runs if run.validation]
     if not measured:
         return []
-    points = _drawn(_entries(measured, "validation"), "perplexity")
+    points = _trained(_entries(measured, "validation"), "perplexity")
     starts = {run.start.name: run.start.perplexity for run in measured if run.start}
     look = {"x": [points["x"].min(), points["x"].max()], "dash": "2 3", "mark": "line"}
     levels = [
         pd.DataFrame({"line": f"{name} (start)", "y": start, **look})
         for name, start in starts.items()
     ]
+    unit = "validation perplexity (lower is better)"
     within = [f"within {share:.1%} from" for share in NEAR]
     note = "Training tokens after which every measurement is that close to the start, or below it."
     return [
@@ -89,12 +82,7 @@ def _validation(runs: Sequence[Run]) -> list[Section]:
             _best("Lowest validation perplexity at the end", points, "min"),
             "Perplexity of held-out text, in blocks of the training length. The first value, from "
             "before the training, is in the table.",
-            LineChart(
-                pd.concat([_thinned(points), *levels]),
-                TOKENS,
-                "validation perplexity (lower is better)",
-                log_y=True,
-            ),
+            LineChart(pd.concat([points, *levels]), TOKENS, unit, log_y=True),
             header=["run", "its start", "first", "last", "last against start", *within],
             rows=[_validation_row(run) for run in measured],
             note=note if starts else "",
@@ -106,11 +94,11 @@ def _validation_row(run: Run) -> list[str]:
     values = [entry.perplexity for entry in run.validation]
     measured = [f"{values[0]:.2f}", f"{values[-1]:.2f}"]
     if run.start is None:
-        return [run.name, "–", *measured, *["–"] * (1 + len(NEAR))]
+        return [run.model, "–", *measured, *["–"] * (1 + len(NEAR))]
     start = run.start.perplexity
     change = signed(values[-1] / start - 1, ".2%")
     until = (_tokens_until(run, start * (1 + share)) for share in NEAR)
-    return [run.name, f"{start:.2f}", *measured, change, *until]
+    return [run.model, f"{start:.2f}", *measured, change, *until]
 
 
 def _tokens_until(run: Run, limit: float) -> str:
@@ -128,23 +116,22 @@ def _retrieval(runs: Sequence[Run]) -> list[Section]:
     drawn, rows = [], []
     for run in runs:
         for name, of in run.retrieval.items():
-            points = _entries([run], "validation")
-            label = f"{run.name}: {of.what} at {of.length:,}"
-            points = points.assign(line=label, y=[e.retrieval.get(name) for e in run.validation])
-            points = points.dropna(subset="y")
-            if points.empty:
-                continue
-            start = run.start.retrieval.get(name) if run.start else None
-            shares = (start, *points["y"].iloc[[0, -1]])
-            rows.append([label, *("–" if share is None else f"{share:.2f}" for share in shares)])
-            drawn.append(points)
+            shares = [entry.retrieval.get(name) for entry in run.validation]
+            known = [share for share in shares if share is not None]
+            if known:
+                label = f"{run.model}: {of.what} at {of.length:,}"
+                start = run.start.retrieval.get(name) if run.start else None
+                shown = (start, known[0], known[-1])
+                rows.append([label, *("–" if share is None else f"{share:.2f}" for share in shown)])
+                points = _entries([run], "validation").assign(line=label, share=shares)
+                drawn.append(_trained(points, "share"))
     if not drawn:
         return []
     points: Frame = pd.concat(drawn)
     lead, chart = "No passkey or needle was found in training.", None
     if points["y"].any():
         lead = _best("Largest share found at the end", points, "max")
-        chart = LineChart(_thinned(points), TOKENS, "share found", top=1.0)
+        chart = LineChart(points, TOKENS, "share found", top=1.0)
     text = "Share of passkeys and needles found in prompts of so many tokens."
     header = ["run", "its start", "first", "last"]
     return [Section("Retrieval in training", lead, text, chart, header, rows)]
@@ -171,5 +158,5 @@ def _table(runs: Sequence[Run]) -> Section:
         if run.seconds:
             times = [f"{run.seconds:,.0f}", f"{run.tokens / run.seconds:,.0f}"]
         counts = (f"{count:,}" for count in (run.parameters, run.steps, run.tokens))
-        rows.append([run.name, *counts, f"{run.epochs:.2f}", *times])
+        rows.append([run.model, *counts, f"{run.epochs:.2f}", *times])
     return Section("Runs", header=header, rows=rows)

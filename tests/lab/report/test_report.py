@@ -44,7 +44,7 @@ def page(html):
 @pytest.fixture
 def undrawn(monkeypatch):
     """Pages without their pictures, which take most of the time."""
-    monkeypatch.setattr("coca_lab.report.page.static_svg", lambda *_: "<svg></svg>")
+    monkeypatch.setattr("coca_lab.report.drawing.static_svg", lambda *_: "<svg></svg>")
 
 
 def test_the_page_needs_nothing_from_outside_and_is_small(html, page):

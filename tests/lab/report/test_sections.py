@@ -220,13 +220,19 @@ def test_paired_figures_by_hand():
     assert 1.1 < low < ratio < high < 1.13
 
 
-def test_the_papers_figures_are_shown_beside_others_if_asked_for(monkeypatch):
-    monkeypatch.setattr("coca_lab.report.page.static_svg", lambda *_: "<svg></svg>")
+def test_all_tables_of_the_paper_are_shown_beside_others_if_asked_for(monkeypatch):
+    monkeypatch.setattr("coca_lab.report.drawing.static_svg", lambda *_: "<svg></svg>")
     content = [{"results": PROMPTS}]
     assert "Paper’s" not in build_report(content)
     page = build_report(content, paper=True)
-    for expected in ("Paper’s CoCA-Slack + dynamic NTK", "the paper’s Table 4", "3,276.0"):
-        assert expected in page
+    for expected in (
+        "Paper’s CoCA-Slack + dynamic NTK", "3,276.0", "Paper’s LLaMA-7B + CoCA", "9,673.1",
+        # Strict is 18.25 below slack's 89.31 in Table 3, and 0.12 below 0.99.
+        "Paper’s CoCA-Strict + NTK (4)", "71.06", "0.87", "Paper’s LLaMA-7B + CoCA + PI",
+        "7 billion parameters, converted; 100 prompts each.",
+    ):  # fmt: skip
+        assert expected in page, expected
+    assert {f"the paper’s Table {n}" in page for n in (1, 2, 3, 4)} == {True}
 
 
 def test_the_terminal_has_the_tables_of_the_figures_alone():

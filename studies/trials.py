@@ -1,14 +1,18 @@
-"""Trials of the project's own studies as cells: verdict, native, retrieval and SmolLM2.
+"""Trials of studies with formats of their own as a result file, which ``coca report`` reads.
 
-A folder has a file for every trial in ``trials/``, or a line for every trial in ``*.jsonl``.
+    PYTHONPATH=src:. python -m studies.trials results/verdict
+
+makes results.json from the folder's ``trials/*.json`` or ``*.jsonl``, with a line for every trial.
 """
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from coca_lab.files import write_text
 from coca_lab.intervals import DocumentScore, perplexity, perplexity_interval
 
 TUNING = 100
@@ -50,21 +54,21 @@ WORDS = {  # of the letters and names of arms
 }
 
 
-def trial_files(path: Path) -> list[Path]:
-    """The files with trials in a folder, or the file itself; none if there are none."""
-    if path.suffix == ".jsonl" and path.is_file():
-        return [path]
-    return sorted([*path.glob("trials/*.json"), *path.glob("*.jsonl")])
+FACTS = (
+    "task", "model", "scaling", "factor", "training_length", "training_seed", "size", "parameters",
+    "window", "stride", "targets", "text", "tokens", "perplexity", "ci95",
+    "length", "accuracy", "wilson95",
+)  # fmt: skip
+"""Of the cells that trials have already, what the report reads."""
 
 
-def read_trials(files: Sequence[Path]) -> dict[str, Any]:
-    """The content of a result file, from all trials that are no part of a search."""
+def cells_of(folder: Path) -> list[dict[str, Any]]:
+    """The cells of all trials in a folder that are no part of a search."""
     cells: list[dict[str, Any]] = []
     books: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for file in files:
+    for file in sorted([*folder.glob("trials/*.json"), *folder.glob("*.jsonl")]):
         text = file.read_text(encoding="utf-8")
-        lines = text.splitlines() if file.suffix == ".jsonl" else [text]
-        for trial in map(json.loads, lines):
+        for trial in map(json.loads, text.splitlines() if file.suffix == ".jsonl" else [text]):
             if "nats" in trial:
                 books.setdefault((trial["method"], trial["length"]), []).append(trial)
             elif trial.get("seed") != TUNING and not file.stem.endswith("x"):
@@ -72,8 +76,7 @@ def read_trials(files: Sequence[Path]) -> dict[str, Any]:
     most = max(map(len, books.values()), default=0)
     cells += [_of_books(*about, of) for about, of in books.items() if len(of) == most]
     # The first of a method is drawn first.
-    cells.sort(key=lambda c: (c["model"] != "native", not c["model"].startswith("roles")))
-    return {"results": cells}
+    return sorted(cells, key=lambda c: (c["model"] != "native", not c["model"].startswith("roles")))
 
 
 def _of_books(method: str, length: int, trials: list[dict[str, Any]]) -> dict[str, Any]:
@@ -102,7 +105,8 @@ def _cells(trial: dict[str, Any]) -> Iterator[dict[str, Any]]:
         "training_length": 256,
     }
     measured = trial.get("measured", {})
-    yield from (about | cell for cell in trial.get("cells", []))
+    for cell in trial.get("cells", []):
+        yield about | {fact: cell[fact] for fact in FACTS if fact in cell}
     whole = measured.get("as trained", measured) if isinstance(measured, dict) else {}
     own = trial.get("text")
     texts = own if isinstance(own, list) else whole.get("text", [])
@@ -118,3 +122,17 @@ def _cells(trial: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for length, hits in whole.get("passkeys", {}).items():
         share = sum(hits) / len(hits)
         yield about | {"task": "passkey", "length": int(length), "accuracy": share}
+
+
+def main() -> None:
+    """Write the results of the folders that are named, a cell a line."""
+    for folder in map(Path, sys.argv[1:]):
+        title, _, _ = (folder / "README.md").read_text(encoding="utf-8").partition("\n")
+        study = json.dumps({"title": title.lstrip("# ")}, ensure_ascii=False)
+        cells = ",\n".join(json.dumps(cell, allow_nan=False) for cell in cells_of(folder))
+        text = f'{{"study": {study}, "results": [\n{cells}\n]}}\n'
+        write_text(folder / "results.json", text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Charts as pictures: a static SVG, for a wide and a narrow page, by Altair.
+
+Colours are variables of the page's style sheet, since they depend on whether the page is light or
+dark. Only pages import this module, so that commands which print tables start without Altair.
+"""
+
+import math
+import re
+from typing import Any
+
+import altair as alt
+import numpy as np
+import vl_convert
+
+from coca_lab.report.charts import COLOURS, DASHES, Frame, LineChart, Palette, method_of
+
+LEAST = 0.15
+"""A vertical axis spans at least so much to either side of its middle: noise is no trend."""
+WIDE, NARROW = 700, 350
+"""Pixels, with the labels."""
+GAP = 15
+"""Pixels between two labels."""
+STYLE = {
+    "background": "transparent",
+    "font": "system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif",
+    "view": {"stroke": None},
+    "axis": {
+        **{"labelColor": "var(--soft)", "titleColor": "var(--text)", "titleFontWeight": "normal"},
+        **{"gridColor": "var(--rule)", "domainColor": "var(--axis)", "tickColor": "var(--axis)"},
+        **{"labelFontSize": 12, "titleFontSize": 13},
+    },
+    # The title of the vertical axis stands above it, where it takes no width.
+    "axisY": {"titleAngle": 0, "titleAlign": "left", "titleAnchor": "end", "titleX": 0}
+    | {"titleY": -24, "titleBaseline": "bottom"},
+}
+Specification = dict[str, Any]
+"""Of a picture, in Vega-Lite's format."""
+
+
+def specification(
+    chart: LineChart, palette: Palette, width: int = WIDE, height: int = 0
+) -> Specification:
+    """The picture of a chart, so wide with room for the lines' names.
+
+    Args:
+        chart: What to draw.
+        palette: The colours of the page so far; names without one are added.
+        width: In pixels.
+        height: In pixels, without the axis; by default as fits the width.
+    """
+    points = chart.drawn()
+    lines = points.drop_duplicates("line")
+    looks = {row.line: _look(row.colour, row.dash, palette) for row in lines.itertuples()}
+    domain = _domain(chart, points)
+    height = max(height or (300 if width == WIDE else 260), GAP * len(looks))
+    label = min(7.5 * max(map(len, looks), default=0) + 8, 0.36 * width)
+
+    def by_line(index: int) -> alt.Scale:
+        values = [look[index] for look in looks.values()]
+        return alt.Scale(type="ordinal", domain=[*looks], range=values)
+
+    kind = "log" if chart.log_y else "linear"
+    ends = [float(f"{end:.6g}") for end in domain]
+    colour = alt.Color("line:N", scale=by_line(0), legend=None)
+    base = alt.Chart(alt.InlineData(values=_records(points))).encode(
+        x=_horizontal(chart, width),
+        y=alt.Y("y:Q", title=chart.y, axis=_axis(*domain, chart)).scale(
+            type=kind, domain=ends, nice=False, zero=False
+        ),
+        color=colour,
+        strokeDash=alt.StrokeDash("line:N", scale=by_line(1), legend=None),
+    )
+    joined, apart = (base.transform_filter(f"datum.mark {x} 'points'") for x in ("!=", "=="))
+    layers: list[Any] = [joined.mark_line(clip=True)]
+    if chart.bars and points["low"].notna().any():
+        areas, rules = (
+            each.transform_filter("isValid(datum.low)").encode(y="low:Q", y2="high:Q")
+            for each in (joined, apart)
+        )
+        layers = [areas.mark_area(opacity=0.15), *layers, rules.mark_rule()]
+    dots = base.transform_filter("datum.mark != 'line'").encode(description="told:N")
+    layers += [dots.mark_circle(size=45, opacity=1), *_marks(chart, points["x"].max())]
+    # The names of the lines beside their ends; places are in pixels, without a scale.
+    places = _ends(chart, points, domain, height).items()
+    named = alt.InlineData(values=[{"line": name, "place": place} for name, place in places])
+    texts = alt.Chart(named).mark_text(
+        align="left", baseline="middle", dx=8, limit=label - 8, fontSize=12
+    )
+    at = alt.Y("place:Q", scale=None, axis=None)
+    layers.append(texts.encode(x=alt.value("width"), y=at, text="line:N", color=colour))
+    whole = alt.layer(*layers).properties(width=width - label - 80, height=height)
+    made = whole.to_dict(validate=False) | {"config": STYLE}
+    del made["$schema"]  # an address, which the page does not need
+    return made | {"padding": {"top": 5, "left": 5, "bottom": 5, "right": 20}}
+
+
+def static_svg(picture: Specification, prefix: str) -> str:
+    """A picture as SVG, with ids that begin with a prefix and so are unique on the page.
+
+    What a point says in its description becomes its title, which browsers show on hovering.
+    """
+    svg = vl_convert.vegalite_to_svg(picture)
+    numbers: dict[str, int] = {}
+
+    def numbered(match: re.Match[str]) -> str:
+        number = numbers.setdefault(match[2], len(numbers))
+        return f"{match[1]}{prefix}-{number}"
+
+    def change(tag: re.Match[str]) -> str:
+        # The page describes the chart; marks that have a role but no name are an error to checkers.
+        bare = re.sub(r' (role|aria-[a-z]+)="[^"]*"', "", tag[0])
+        bare = re.sub(r'(\bid="|href="#|url\(#)([^")]+)', numbered, bare)
+        told = re.match(r'<path aria-label="([^"]*)"[^>]*aria-roledescription="circle"', tag[0])
+        return f"{bare.removesuffix('/>')}><title>{told[1]}</title></path>" if told else bare
+
+    return re.sub(r"<[^<>]+>", change, svg)  # tags alone: names may contain anything
+
+
+def _look(name: str, dash: str, palette: Palette) -> tuple[str, list[int]]:
+    """The colour and dashes of a line."""
+    if name not in palette:
+        place, taken = method_of(name), [place for place, _ in palette.values()]
+        if place is None:
+            free = (i for i in reversed(range(len(COLOURS))) if i not in taken)
+            place = next(free, len(palette) % len(COLOURS))
+        palette[name] = place, taken.count(place)
+    place, before = palette[name]
+    return f"var(--c{place})", [int(n) for n in (dash or DASHES[before % len(DASHES)]).split()]
+
+
+def _records(points: Frame) -> list[dict[str, Any]]:
+    """The points as JSON values, with what they say on hovering."""
+    rows = points[["line", "x", "y", "low", "high", "mark"]].to_dict("records")
+    for row in rows:
+        row["told"] = f"{row['line']}: {row['y']:,.4g} at {row['x']:,.10g}"
+        if math.isfinite(row["low"]) and math.isfinite(row["high"]):
+            row["told"] += f" ({row['low']:,.4g} to {row['high']:,.4g})"
+        else:
+            del row["low"], row["high"]
+    return rows
+
+
+def _domain(chart: LineChart, points: Frame) -> tuple[float, float]:
+    """Ends of the vertical axis, at least `LEAST` to either side of the middle."""
+    if chart.top is not None:
+        return -0.02 * chart.top, 1.04 * chart.top
+    values = points[["y", "low", "high"] if chart.bars else ["y"]].to_numpy(dtype=float)
+    values = values[np.isfinite(values) & ((values > 0) | (not chart.log_y))]
+    if not values.size:
+        return 0.1, 1.0
+    values = np.append(values, [] if chart.level is None else chart.level)
+    low, high = float(values.min()), float(values.max())
+    if chart.log_y:
+        middle = math.sqrt(low * high)
+        reach = max(math.sqrt(high / low) * 1.03, 1 + LEAST)
+        return middle / reach, middle * reach
+    middle = (low + high) / 2
+    reach = max((high - low) * 0.52, LEAST * abs(middle)) or 1.0
+    return middle - reach, middle + reach
+
+
+def _horizontal(chart: LineChart, width: int) -> alt.X:
+    scale, axis = alt.Scale(nice=False, zero=False), alt.Axis(format=",.6~g", grid=False)
+    if chart.ticks:
+        scale = alt.Scale(type="log", base=2, nice=False)
+        axis = alt.Axis(values=[*chart.ticks], format=",.6~g", labelOverlap="parity", grid=False)
+    elif chart.log_x:
+        scale = alt.Scale(type="log", nice=False, padding=15)
+        axis = alt.Axis(format="~s", labelOverlap=True, labelSeparation=10, grid=False)
+    if width == NARROW:
+        axis["tickCount"] = 4
+    return alt.X("x:Q", title=chart.x, scale=scale, axis=axis)
+
+
+def _axis(low: float, high: float, chart: LineChart) -> alt.Axis:
+    """An axis with few round labels; Vega has none on a logarithmic one of less than a decade."""
+    if chart.top == 1:
+        return alt.Axis(values=[0, 0.25, 0.5, 0.75, 1], format="%")
+    if not chart.log_y:
+        return alt.Axis(format=",.6~g", tickCount=5)
+    decades = 10.0 ** np.arange(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), np.arange(1, 10, 0.5)):
+        ticks = np.outer(decades, steps).ravel()
+        ticks = ticks[(low <= ticks) & (ticks <= high)].tolist()
+        if len(ticks) >= 3:
+            return alt.Axis(values=ticks, format=",.4~g", labelOverlap=True)
+    return alt.Axis(values=np.geomspace(low, high, 5).tolist(), format=",.3~g")
+
+
+def _marks(chart: LineChart, farthest: float) -> list[Any]:
+    """The marked level, and the place unless it lies beyond the farthest point."""
+    layers: list[Any] = []
+    if chart.level is not None:
+        data = alt.Chart(alt.InlineData(values=[{"y": chart.level}]))
+        layers.append(data.mark_rule(color="var(--soft)", strokeDash=[2, 3]).encode(y="y:Q"))
+    if chart.mark is not None and chart.mark[0] <= farthest:
+        place, name = chart.mark
+        data = alt.Chart(alt.InlineData(values=[{"x": place, "name": name}])).encode(x="x:Q")
+        layers.append(data.mark_rule(color="var(--axis)", strokeDash=[2, 3]))
+        words = data.mark_text(color="var(--soft)", align="left", baseline="bottom", dx=2)
+        layers.append(words.encode(y=alt.value(-4), text="name:N"))
+    return layers
+
+
+def _ends(
+    chart: LineChart, points: Frame, domain: tuple[float, float], height: int
+) -> dict[str, float]:
+    """Where the lines end, in pixels from the top, apart from each other."""
+    lines = points[points["mark"] != "points"]
+    last = lines.loc[lines.groupby("line", sort=False)["x"].idxmax()].set_index("line")["y"]
+    if chart.log_y:
+        domain, last = (math.log(domain[0]), math.log(domain[1])), np.log(last.clip(domain[0]))
+    low, high = domain
+    return spread((height * (high - last) / (high - low)).to_dict(), height)
+
+
+def spread(places: dict[str, float], height: float) -> dict[str, float]:
+    """Places moved apart to at least `GAP`, in their order, and down to ``height`` if they fit."""
+    order = sorted(places, key=lambda name: places[name])
+    found: list[float] = []
+    for name in order:
+        found.append(max(places[name], found[-1] + GAP if found else 0.0))
+    end = float(height)
+    for index in reversed(range(len(found))):
+        found[index] = min(found[index], end)
+        end = found[index] - GAP
+    return dict(zip(order, found, strict=True))
