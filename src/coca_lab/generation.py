@@ -8,9 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    Cache,
+    GenerationConfig,
+    LogitsProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from coca_attention.errors import UserError
+from coca_attention.models.attention import CACHE
 
 
 @contextmanager
@@ -59,8 +66,12 @@ def greedy_answers(
     max_new_tokens: int,
     use_cache: bool = True,
     together: bool = False,
+    cache: Cache | None = None,
 ) -> list[str]:
-    """Greedy continuations of prompts (B, T) without padding, up to the end-of-text token."""
+    """Greedy continuations of prompts (B, T) without padding, up to the end-of-text token.
+
+    A cache has what the prompts begin with, and then all but the last token of the output.
+    """
     generate: Any = model.generate
     prompts = prompts.to(model.device)
     config: Any = model.generation_config
@@ -85,5 +96,6 @@ def greedy_answers(
             generation_config=settings,
             logits_processor=[FiniteScores()],
             synced_gpus=together,  # processes that share the weights make as many passes
+            **({} if cache is None else {CACHE: cache}),
         )
     return tokenizer.batch_decode(output[:, prompts.shape[1] :], skip_special_tokens=True)

@@ -3,7 +3,6 @@
 import logging
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import PositiveInt
@@ -21,10 +20,17 @@ from coca_attention.ops import FORMS
 from coca_lab.cli.console import ProgressBar, parse, print_table
 from coca_lab.data import load_tokenizer
 from coca_lab.engine import Engine
-from coca_lab.evaluation.extension import Candidate, Check, CheckSettings, check_extensions
+from coca_lab.evaluation.extension import (
+    Candidate,
+    CheckSettings,
+    ExtensionCheck,
+    check_extensions,
+)
 from coca_lab.evaluation.perplexity import TextSettings, load_text
 from coca_lab.evaluation.task import free_weights, open_model
 from coca_lab.export import export_native
+from coca_lab.files import cache_folder
+from coca_lab.fingerprints import fingerprint
 from coca_lab.folders import convert_folder, extend_folder, new_folder
 from coca_lab.loading import model_without_weights
 from coca_lab.store import Store
@@ -107,7 +113,7 @@ def run_extend(words: list[str]) -> None:
     method = "limited" if wanted.method == "auto" else wanted.method
     chosen, report = Candidate(method, wanted.max_distance), ""
     if check.check:
-        measured = _compare(path, target, wanted, check, length, to)
+        measured = _compare(path, wanted, check, length, to)
         chosen, report = measured.chosen.candidate, measured.markdown()
     model = extend_folder(
         path,
@@ -119,21 +125,15 @@ def run_extend(words: list[str]) -> None:
         dtype=wanted.dtype,
         report=report,
     )
-    _values(target).unlink(missing_ok=True)
     print(
         f"{target}: {model.config.model_type}, {chosen.label}, for texts of {to:,} tokens; runs in "
         f"{chosen.engines}"
     )
 
 
-def _values(target: str) -> Path:
-    """Where measurements are kept until the folder is written."""
-    return Path(target).resolve().with_name(f"{Path(target).resolve().name}.values.sqlite")
-
-
 def _compare(
-    path: str, target: str, wanted: ExtendSettings, check: CheckSettings, length: int, to: int
-) -> Check:
+    path: str, wanted: ExtendSettings, check: CheckSettings, length: int, to: int
+) -> ExtensionCheck:
     """Measure the methods that are possible, and print the tables."""
     methods = []
     for method in METHODS if wanted.method == "auto" else (wanted.method,):
@@ -144,16 +144,17 @@ def _compare(
             if wanted.method != "auto":
                 raise
             log.warning("%s is left out: %s", method, error)
-    settings = {"length": length, "to": to}
-    with Store(_values(target)) as values, ProgressBar() as progress:
-        model, engine = open_model(path, dtype=wanted.dtype), Engine(values, progress)
+    model = open_model(path, dtype=wanted.dtype)
+    values = cache_folder() / "extend" / f"{fingerprint(model.identity)[:24]}.sqlite"
+    with Store(values) as store, ProgressBar() as progress:
         found = check_extensions(
             model,
             check,
-            engine,
+            Engine(store, progress),
             methods=methods,
+            length=length,
+            to=to,
             max_distance=wanted.max_distance,
-            **settings,
         )
     free_weights()  # which are extended now
     for table in found.tables():

@@ -256,8 +256,8 @@ def _draft(task: str, length: int, drawn: list[int], encode: Encode, filler: str
 
 def needles(kind: Needles, generator: np.random.Generator, filler: str) -> Draft:
     """Facts about keys, and the question for the values of some of them."""
-    keys = _draw(generator, kind.key, kind.keys)
-    values = [_draw(generator, kind.value, kind.values) for _ in keys]
+    keys = draw_distinct(generator, kind.key, kind.keys)
+    values = [draw_distinct(generator, kind.value, kind.values) for _ in keys]
     facts = [
         NEEDLE.format(kind=kind.value, key=key, value=value)
         for key, some in zip(keys, values, strict=True)
@@ -322,13 +322,16 @@ def _other_needles(
     """Needles about other keys."""
     lines: list[str] = []
     while len(lines) < count:
-        (key,), (value,) = _draw(generator, kind.key, 1), _draw(generator, kind.value, 1)
+        (key,), (value,) = (
+            draw_distinct(generator, kind.key, 1),
+            draw_distinct(generator, kind.value, 1),
+        )
         if key not in keys:
             lines.append(NEEDLE.format(kind=kind.value, key=key, value=value))
     return lines
 
 
-def _draw(generator: np.random.Generator, kind: str, count: int) -> list[str]:
+def draw_distinct(generator: np.random.Generator, kind: str, count: int) -> list[str]:
     """Different numbers of seven digits, UUIDs, or pairs of an adjective and a noun."""
     drawn: dict[str, None] = {}
     while len(drawn) < count:
@@ -405,7 +408,7 @@ def common_words(generator: np.random.Generator, length: int, encode: Encode) ->
     answer = " ".join(f"{place}. {word}" for place, word in enumerate(words[:COMMON_WORDS], 1))
     most = length * len(every) // (seldom * len(encode(_numbered(generator, every, 1, 1))))
     if most > len(every):  # as RULER, which takes all words from a longer list then
-        every = _draw(generator, "words", most)
+        every = draw_distinct(generator, "words", most)
     words, order = generator.permutation(every).tolist(), int(generator.integers(2**32))
 
     def haystack(units: int) -> str:

@@ -1,18 +1,21 @@
 """Which way to extend a model's context is best: what ``coca extend --check`` measures.
 
-A method may help beyond the training length L, and lose within it. So both are measured, for the
-model as it is and for every method.
+A method may help beyond the training length L, and lose within it. Every method reads the same
+documents, in which numbers are hidden. One reading has the perplexity at every length, and the
+numbers are asked for from its cache.
 """
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import chain
+from statistics import median
+from typing import Literal
 
-import torch
 from pydantic import PositiveInt
+from scipy.stats import binomtest
 from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
@@ -21,25 +24,30 @@ from coca_attention.models.configuration import rope_parameters
 from coca_attention.models.extension import Method, extended
 from coca_lab.data.documents import BadLines
 from coca_lab.engine import Engine, Item
-from coca_lab.environment import peak_growth
-from coca_lab.evaluation import perplexity
-from coca_lab.evaluation.perplexity import PerplexitySettings, read_text
-from coca_lab.evaluation.retrieval import PASSKEYS, PasskeySettings
-from coca_lab.evaluation.task import Cell, Measurement, Model, RotaryScaling, Task, finish
+from coca_lab.evaluation.marked import (
+    MarkedText,
+    ask_for_numbers,
+    hide_numbers,
+    read_marked,
+)
+from coca_lab.evaluation.perplexity import TextSettings, load_text
+from coca_lab.evaluation.task import Cell, Model, free_weights
+from coca_lab.fingerprints import code_fingerprint, fingerprint
 from coca_lab.intervals import DocumentScore, paired_ratio_interval
 from coca_lab.intervals import perplexity as perplexity_of
 
 SHARES = (1.0, 0.5, 0.25)
 """The limits of distances that are tried, as shares of L."""
-ANSWER = 32
-"""Tokens of an answer at most; prompt and answer together have the length that is asked for."""
+SCORED = 1024
+"""Tokens at the end of a text whose perplexity is measured, at most."""
 STOCK = "Transformers, vLLM, SGLang, llama.cpp"
 """Other engines compute no limited distances, and vLLM reads ``dynamic`` as another function."""
 RULE = (
-    "In parentheses the change from the base's perplexity at L, on the same tokens, with its 95 % "
-    "interval over documents. A method loses perplexity within L if that interval lies above 0 "
-    "there, and passkeys if it finds fewer than the base; of those that lose nothing the one that "
-    "finds most passkeys beyond L is taken, of equals that with the lowest perplexity there."
+    "In parentheses the 95 % interval over documents of the change from what the model as it is "
+    "does on the same tokens with the last L tokens. A method loses perplexity within L if that "
+    "interval lies above 0 there, and numbers if it finds fewer than the base by a sign test at "
+    "5 %; of those that lose nothing the one that finds most numbers beyond L is taken, of equals "
+    "that with the lowest perplexity there."
 )
 
 
@@ -48,23 +56,24 @@ class CheckSettings:
     """What the methods are measured on."""
 
     check: str = ""
-    """Text on which to measure perplexity and passkeys found before and after, by every method:
-    stdlib; a file, folder or glob of .txt, .jsonl or .parquet; or hf:NAME. Of the methods that lose
-    nothing within L, the one that finds most beyond it is taken."""
+    """Text on which to measure perplexity, and how many numbers that are hidden in it are found, by
+    every method: stdlib; a file, folder or glob of .txt, .jsonl or .parquet; or hf:NAME. Of the
+    methods that lose nothing within L, the one that finds most beyond it is taken."""
     check_lengths: list[PositiveInt] = field(default_factory=list)
     """Lengths of text to measure at beside L; by default 2 L, 4 L, … up to --to."""
-    check_documents: PositiveInt = 20
+    check_documents: PositiveInt = 10
     """Documents to read, of at least the largest length."""
-    check_samples: PositiveInt = 20
-    """Passkey prompts of every length."""
+    check_numbers: PositiveInt = 5
+    """Numbers that are hidden in a document for every length, and asked for there."""
     text_field: str = "text"
     """Field with the text in JSON records, Parquet files and datasets."""
     bad_lines: BadLines = "error"
     """How to handle an invalid JSON line: error, or skip with a warning."""
 
 
-class Candidate(RotaryScaling):
-    """A way to read a model, ``base`` as it is or extended by a method, as tasks apply it.
+@dataclass(frozen=True)
+class Candidate:
+    """A way to read a model: ``base`` as it is, or extended by a method.
 
     Attributes:
         method: ``base``, or how it is extended.
@@ -73,11 +82,10 @@ class Candidate(RotaryScaling):
         to: The longest text that is to be read, in tokens.
     """
 
-    def __init__(
-        self, method: str = "base", max_distance: int | None = None, length: int = 0, to: int = 0
-    ) -> None:
-        super().__init__()
-        self.method, self.max_distance, self.length, self.to = method, max_distance, length, to
+    method: Literal["base"] | Method = "base"
+    max_distance: int | None = None
+    length: int = 0
+    to: int = 0
 
     @property
     def label(self) -> str:
@@ -89,35 +97,70 @@ class Candidate(RotaryScaling):
         """What runs a model that is extended like this."""
         return STOCK if self.method in ("base", "yarn", "ntk") else "Transformers"
 
-    def is_base_within(self, length: int) -> bool:
-        """Whether the model computes in texts of up to L tokens what it does as it is."""
-        return self.method == "dynamic" or self.max_distance == length
+    def readings(self, lengths: Sequence[int]) -> list[list[int]]:
+        """The lengths that one reading of a text has, for every reading that it takes.
 
-    @property
-    def facts(self) -> Cell:
-        """What a value depends on beside the model."""
-        return {"scaling": self.label, "length": self.length, "to": self.to}
+        Texts of up to L tokens are left out if the model reads them as it does without extension.
+        """
+        if self.method == "dynamic":  # what it computes depends on how long the text is
+            return [[n] for n in lengths if n > self.length]
+        same = self.max_distance == self.length
+        return [[n for n in lengths if n > self.length or not same]]
 
-    @property
-    def words(self) -> list[str]:
-        """What a line of progress says about it."""
-        return [self.label]
+    def loaded(self, model: Model) -> PreTrainedModel:
+        """The model with its weights; loaded again if it was converted, which is for good."""
+        if self.method != "limited" and type(model.loaded()) is not type(model.module):
+            free_weights()
+        return model.loaded()
 
     @contextmanager
-    def applied(self, module: PreTrainedModel, length: int) -> Iterator[None]:
+    def applied(self, module: PreTrainedModel) -> Iterator[None]:
         """The model as the method has it; one whose distances are limited stays converted."""
-        method: Any = self.method
-        if method == "limited":
+        if self.method == "limited":
             if not hasattr(module.config.get_text_config(), "coca_form"):
                 convert(module, "rope", length=self.length)
-            rope = rope_parameters(module.config.get_text_config())
-            rope["max_distance"] = self.max_distance
-        changes = method not in ("base", "limited")
-        with extended(module, method, length=self.length, to=self.to) if changes else nullcontext():
+            rope_parameters(module.config.get_text_config())["max_distance"] = self.max_distance
+        lengths = {"length": self.length, "to": self.to}
+        stays = self.method in ("base", "limited")
+        with nullcontext() if stays else extended(module, self.method, **lengths):
             yield
 
-    def parameters(self, module: PreTrainedModel, length: int) -> None:
-        """None: cells of a check do not name them."""
+
+@dataclass(frozen=True)
+class MarkedReading:
+    """A reading of a text with one candidate up to the largest of some lengths, in tokens."""
+
+    model: Model
+    candidate: Candidate
+    text: MarkedText
+    lengths: Sequence[int]
+    scored: int
+    last: int = 0
+    """Tokens to read before a single length, where nothing is asked for; by default all."""
+
+    @property
+    def item(self) -> Item:
+        """The work, whose value has scores and what is found by length, and what it cost."""
+        text, candidate, read = self.text, self.candidate, self.last
+        read = read or text.stops[max(self.lengths)]
+        about = [text.ids.tolist(), text.hidden.tolist(), [*text.questions.items()]]
+        asked = [fingerprint(about), [*self.lengths], self.scored, self.last]
+        code = code_fingerprint(read_marked)
+        key = ["extend", code, self.model.identity, asdict(candidate), *asked]
+        label = f"{candidate.label}, {read:,} tokens of {text.id}"
+        return Item([key], self._measure, [None], read, label)
+
+    def _measure(self, _: list[None]) -> list[Cell]:
+        module, text = self.candidate.loaded(self.model), self.text
+        with self.candidate.applied(module):
+            scored = self.scored, self.last
+            cache, scores, cost = read_marked(module, text, self.lengths, *scored)
+            found = {
+                n: ask_for_numbers(module, self.model.tokenizer, text, n, cache)
+                for n in ([] if self.last else reversed(self.lengths))
+            }
+        named = zip(self.lengths, scores, strict=True)
+        return [{"scores": [{**score, "found": found.get(n, [])} for n, score in named], **cost}]
 
 
 @dataclass(frozen=True)
@@ -127,26 +170,25 @@ class Measured:
     candidate: Candidate
     scores: dict[int, list[DocumentScore]]
     """Nats are infinite where they overflow."""
-    hits: dict[int, int]
-    """Passkeys found."""
+    found: dict[int, list[bool]]
+    """Of the numbers of all documents."""
     seconds: float = 0.0
     """Time to read a text of the largest length."""
     megabytes: float = 0.0
     """Memory that this takes beside the weights."""
 
-    def lost(self, base: "Measured", length: int) -> list[str]:
-        """What is lost in texts of up to L tokens (`RULE`): perplexity, passkeys, or nothing."""
-        if self.candidate.is_base_within(length):
-            return []
-        within = [n for n in base.hits if n <= length]
+    def lost(self, base: "Measured") -> list[str]:
+        """What is lost in texts of up to L tokens (`RULE`): perplexity, numbers, or nothing."""
+        within = [n for n in base.scores if n <= self.candidate.length]
         worse = any(_is_worse(self.scores[n], base.scores[n]) for n in within)
-        fewer = any(self.hits[n] < base.hits[n] for n in within)
-        return [*["perplexity"] * worse, *["passkeys"] * fewer]
+        pairs = [pair for n in within for pair in zip(base.found[n], self.found[n], strict=True)]
+        lost = {"perplexity": worse, "numbers": _finds_fewer(pairs)}
+        return [name for name, is_lost in lost.items() if is_lost]
 
     def gain(self, lengths: Sequence[int]) -> tuple[int, float]:
-        """What is found in texts of some lengths: more passkeys, then less perplexity, is more."""
+        """What is found in texts of some lengths: more numbers, then less perplexity, is more."""
         nats = sum(math.log(perplexity_of(self.scores[n])) for n in lengths)
-        return sum(self.hits[n] for n in lengths), -nats
+        return sum(sum(self.found[n]) for n in lengths), -nats
 
 
 def _is_worse(scores: list[DocumentScore], base: list[DocumentScore]) -> bool:
@@ -156,70 +198,77 @@ def _is_worse(scores: list[DocumentScore], base: list[DocumentScore]) -> bool:
     return interval[0] > 1
 
 
+def _finds_fewer(pairs: list[tuple[bool, bool]]) -> bool:
+    """Whether the second of each pair is false more often, by a sign test at 5 %."""
+    only_first, only_second = (sum(a > b for a, b in pairs), sum(b > a for a, b in pairs))
+    if only_first <= only_second:
+        return False
+    return binomtest(only_first, only_first + only_second).pvalue < 0.05
+
+
 @dataclass(frozen=True)
-class Check:
+class ExtensionCheck:
     """Measurements of a model as it is, and extended in every way."""
 
     length: int
     base: Measured
+    last: dict[int, list[DocumentScore]]
+    """Of the base, by length beyond L, if it reads only the last L tokens of a text."""
     others: list[Measured]
     about: str
 
     @property
-    def beyond(self) -> list[int]:
-        """The lengths above L."""
-        return [n for n in self.base.hits if n > self.length]
-
-    @property
     def chosen(self) -> Measured:
         """The best of those that lose nothing within L; if all do, the best of them."""
-        kept = [m for m in self.others if not m.lost(self.base, self.length)] or self.others
-        return max(kept, key=lambda each: each.gain(self.beyond))
+        kept = [each for each in self.others if not each.lost(self.base)] or self.others
+        return max(kept, key=lambda each: each.gain([*self.last]))
 
     @property
     def warnings(self) -> list[str]:
         """What the check could not measure, and what speaks against the choice."""
-        found = []
-        if not any(hits for n, hits in self.base.hits.items() if n <= self.length):
-            found.append(
-                f"The model finds no passkey in texts of up to L = {self.length:,} tokens, so none "
+        said, chosen = [], self.chosen
+        if not any(any(found) for n, found in self.base.found.items() if n <= self.length):
+            said.append(
+                f"The model finds no number in texts of up to L = {self.length:,} tokens, so none "
                 "could be lost: that half of the check was empty."
             )
-        lost = self.chosen.lost(self.base, self.length)
-        if lost:
-            found.append(f"{self.chosen.candidate.label} loses {' and '.join(lost)} within L.")
-        if self.base.gain(self.beyond) >= self.chosen.gain(self.beyond):
-            found.append("Beyond L no method is better than the model as it is.")
-        return found
+        if lost := chosen.lost(self.base):
+            said.append(f"{chosen.candidate.label} loses {' and '.join(lost)} within L.")
+        if self.base.gain([*self.last]) >= chosen.gain([*self.last]):
+            said.append("Beyond L no method is better than the model as it is.")
+        return said
 
     def tables(self) -> list[tuple[list[str], list[list[str]]]]:
-        """Header and rows of two tables: perplexity, and all else."""
-        lengths, chosen = list(self.base.hits), self.chosen
-        columns = [f"{n:,}" for n in lengths]
-        reading, finding = [], []
+        """Header and rows of three tables: perplexity, numbers that are found, and costs."""
+        lengths = [*self.base.scores]
+        columns, longest = [f"{n:,}" for n in lengths], f"{lengths[-1]:,} tokens"
+        reading, finding, costs = [], [], []
         for each in (self.base, *self.others):
-            label = each.candidate.label + (" (chosen)" if each is chosen else "")
-            reading.append([label, *(self._perplexity(each, n) for n in lengths)])
-            lost = ", ".join(each.lost(self.base, self.length)) or "nothing"
-            cost = f"{each.seconds:.3g} s", f"{each.megabytes:,.0f} MB", each.candidate.engines
-            hits = (f"{each.hits[n]}" for n in lengths)
-            finding.append([label, *hits, "" if each is self.base else lost, *cost])
-        found = [f"passkeys {columns[0]}", *columns[1:], "loses within L"]
-        last = f"{columns[-1]} tokens"
+            label = each.candidate.label + (" (chosen)" if each is self.chosen else "")
+            reading.append([label, *(self._perplexity(each.scores[n], n) for n in lengths)])
+            hits = (f"{sum(each.found[n])} of {len(each.found[n])}" for n in lengths)
+            lost = "" if each is self.base else ", ".join(each.lost(self.base)) or "nothing"
+            finding.append([label, *hits, lost])
+            size = f"{each.megabytes:,.0f} MB"
+            costs.append([label, f"{each.seconds:.3g} s", size, each.candidate.engines])
+        row = [perplexity_of(self._reference(n)) for n in lengths]
+        reading.insert(1, ["base, last L tokens", *(f"{value:,.2f}" for value in row)])
         return [
             ([f"perplexity, L = {self.length:,}", *columns], reading),
-            (["", *found, f"time for {last}", "memory", "runs in"], finding),
+            (["numbers found", *columns, "loses within L"], finding),
+            ([longest, "time", "memory", "runs in"], costs),
         ]
 
-    def _perplexity(self, each: Measured, length: int) -> str:
-        """Perplexity, and in parentheses its change from the base's at L."""
-        value, change = perplexity_of(each.scores[length]), ""
-        base = self.base.scores[self.length]
-        if each.scores[length] is not base and (
-            x := paired_ratio_interval(each.scores[length], base)
-        ):
-            change = f" ({x[0] - 1:+.1%} to {x[1] - 1:+.1%})"
-        return f"{value:,.2f}{change}"
+    def _reference(self, length: int) -> list[DocumentScore]:
+        """What the model as it is does with the last L tokens of a text, or all if it has fewer."""
+        return self.last.get(length) or self.base.scores[length]
+
+    def _perplexity(self, scores: list[DocumentScore], length: int) -> str:
+        """Perplexity, and in parentheses its change from the reference on the same tokens."""
+        value, reference = f"{perplexity_of(scores):,.2f}", self._reference(length)
+        if scores is reference or (x := paired_ratio_interval(scores, reference)) is None:
+            return value
+        return f"{value} ({100 * (x[0] - 1):+.1f} to {100 * (x[1] - 1):+.1f} %)"
 
     def markdown(self) -> str:
         """The check as a paragraph and tables."""
@@ -234,8 +283,6 @@ def check_lengths(settings: CheckSettings, length: int, to: int) -> list[int]:
     """Lengths to measure at: L, and by default its doubles up to ``to``."""
     doubles = [length << n for n in range(1, 20) if length << n < to]
     lengths = sorted({length, *(settings.check_lengths or [*doubles, to])})
-    if lengths[0] <= ANSWER:
-        raise UserError(f"check_lengths must be more than {ANSWER} tokens, got {lengths[0]}")
     if lengths[-1] <= length:
         raise UserError(f"check_lengths need one above L = {length:,} tokens, got {lengths[-1]:,}")
     return lengths
@@ -250,7 +297,7 @@ def check_extensions(
     length: int,
     to: int,
     max_distance: int | None = None,
-) -> Check:
+) -> ExtensionCheck:
     """Measure a rotary model as it is and extended.
 
     Args:
@@ -263,80 +310,56 @@ def check_extensions(
         max_distance: W of the method limited; by default L and shares of it (`SHARES`).
 
     Raises:
-        UserError: If the text is too short, or the model has no passkey prompts of these lengths.
+        UserError: If the text is too short, or numbers cannot be hidden in it.
     """
     lengths = check_lengths(settings, length, to)
     limits = [max_distance] if max_distance else [max(1, round(s * length)) for s in SHARES]
     every = [("base", None), *((m, None) for m in methods if m != "limited")]
     every += [("limited", limit) for limit in limits] if "limited" in methods else []
-    candidates = [Candidate(*each, length, to) for each in every]
-    measurements = []
-    for candidate in candidates:
-        own, *others = _measure(model, settings, lengths, candidate)
-        if candidate.is_base_within(length):  # then the base's values are there already
-            same = _measure(model, settings, lengths, candidates[0])[1:]
-            within = [n <= length for n in (*lengths, *lengths)]
-            others = [a if w else b for w, a, b in zip(within, same, others, strict=True)]
-        measurements.append([own, *others])
-    engine.run([item for each in measurements for one in each for item in one.items])
-    results: list[Measured] = []
-    for candidate, each in zip(candidates, measurements, strict=True):
-        cost, *cells = finish(each, engine)
-        read, answers = cells[: len(lengths)], cells[len(lengths) :]
-        scores = [[*map(DocumentScore.of, cell["documents"])] for cell in read]
-        hits = [sum(sample["hit"] for sample in cell["samples"]) for cell in answers]
-        figures = dict(zip(lengths, scores, strict=True)), dict(zip(lengths, hits, strict=True))
-        results.append(Measured(candidate, *figures, *cost["cost"]))
-    scores = results[0].scores[length]
-    about = (
-        f"Measured on the last {sum(score.tokens for score in scores):,} tokens of {len(scores)} "
-        f"documents, the same at every length, and {settings.check_samples} passkey prompts of "
-        "every length"
-    )
-    return Check(length, results[0], results[1:], about)
-
-
-def _measure(
-    model: Model, settings: CheckSettings, lengths: list[int], way: Candidate
-) -> list[Measurement]:
-    """The cost of a text of the largest length; perplexity at every length; passkeys alike."""
-    if way.method == "limited":  # with weights of its own, because they are converted
-        model = replace(model, identity=f"{model.identity} limited")
-    text = PerplexitySettings(
-        source=settings.check,
-        text_field=settings.text_field,
-        bad_lines=settings.bad_lines,
-        max_documents=settings.check_documents,
-        max_tokens=lengths[-1] + 1,
-        skip_short=True,
-        windows=lengths,
-        stride=lengths[0],
-    )
-    asked = [length - ANSWER for length in lengths]
-    prompts = PasskeySettings(asked, samples=settings.check_samples, max_new_tokens=ANSWER)
-    cost = Task("cost", "", PerplexitySettings, measure_cost)
-    return [
-        each
-        for task, of in ((cost, text), (perplexity.TASK, text), (PASSKEYS, prompts))
-        for each in task.measurements(model, of, way)
+    candidates = [Candidate(method, limit, length, to) for method, limit in every]
+    same = {"text_field": settings.text_field, "bad_lines": settings.bad_lines}
+    some = {"max_documents": settings.check_documents, "max_tokens": lengths[-1]}
+    source = TextSettings(settings.check, **same, **some, skip_short=True)
+    documents = load_text(source, model.tokenizer, at_least=lengths[-1])
+    texts = hide_numbers(documents, model.tokenizer, lengths, settings.check_numbers)
+    base, scored = candidates[0], min(SCORED, texts[0].stops[lengths[0]] // 4)
+    last = [
+        MarkedReading(model, base, text, [n], scored, text.stops[length])
+        for text in texts
+        for n in lengths
+        if n > length
     ]
+    own = [
+        [
+            MarkedReading(model, each, text, group, scored)
+            for text in texts
+            for group in each.readings(lengths)
+        ]
+        for each in candidates
+    ]
+    engine.run([each.item for each in chain(last, *own)])
+    first, *others = map(partial(_measured, engine), candidates, own)
+    others = [
+        replace(x, scores=first.scores | x.scores, found=first.found | x.found) for x in others
+    ]
+    tokens = sum(score.tokens for score in first.scores[length])
+    about = (
+        f"Measured on the last {tokens:,} tokens before each length of {len(texts)} documents, and "
+        f"{settings.check_numbers} numbers hidden in each; memory includes what scoring takes"
+    )
+    return ExtensionCheck(length, first, _measured(engine, base, last).scores, others, about)
 
 
-def measure_cost(
-    model: Model, settings: PerplexitySettings, scaling: RotaryScaling
-) -> list[Measurement]:
-    """One more reading of a text, for the seconds and the megabytes that it takes."""
-    tokens = read_text(model, settings)[0].tokens[: max(settings.windows)]
-
-    def work(_: list[None]) -> list[list[float]]:
-        module = model.loaded()
-        ids = tokens[None].to(module.device)
-        with scaling.applied(module, len(tokens)), torch.inference_mode():
-            started = time.perf_counter()
-            peak = peak_growth(
-                lambda: module(input_ids=ids, use_cache=False, logits_to_keep=1), str(module.device)
-            )
-            return [[time.perf_counter() - started, peak]]
-
-    item = Item([[len(tokens), scaling.facts]], work, [None], len(tokens), model.name)
-    return [Measurement([item], lambda values: [{"cost": values[0]}])]
+def _measured(engine: Engine, candidate: Candidate, readings: Sequence[MarkedReading]) -> Measured:
+    """What readings have measured, by length; their median time, and their largest memory."""
+    scores, found = dict[int, list[DocumentScore]](), dict[int, list[bool]]()
+    values = [engine.store.get(each.item.keys[0]) for each in readings]
+    for each, value in zip(readings, values, strict=True):
+        for length, score in zip(each.lengths, value["scores"], strict=True):
+            document = DocumentScore.of({"id": each.text.id, **score})
+            scores.setdefault(length, []).append(document)
+            found.setdefault(length, []).extend(score["found"])
+    longest = max(scores)
+    costs = [v for each, v in zip(readings, values, strict=True) if longest in each.lengths]
+    seconds = median(cost["seconds"] for cost in costs)
+    return Measured(candidate, scores, found, seconds, max(cost["megabytes"] for cost in costs))

@@ -1,18 +1,24 @@
 """`coca extend`: which method is chosen, what is said of it, and what is written."""
 
+import inspect
 import json
-import re
 
+import numpy as np
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from coca_attention.errors import UserError
 from coca_attention.models.configuration import rope_parameters
 from coca_attention.testing import difference, logits, some_tokens
 from coca_lab.cli import main
 from coca_lab.data import Document, train_tokenizer
-from coca_lab.data.tasks import vocabulary_text
-from coca_lab.evaluation import extension, perplexity
-from coca_lab.evaluation.extension import Candidate, Check, Measured
+from coca_lab.data.ruler import NEEDLE, draw_distinct
+from coca_lab.evaluation import extension, marked
+from coca_lab.evaluation.extension import Candidate, ExtensionCheck, Measured
+from coca_lab.evaluation.marked import ask_for_numbers, hide_numbers, read_marked
+from coca_lab.evaluation.windows import TokenDocument
+from coca_lab.generation import greedy_answers
 from coca_lab.intervals import DocumentScore
 from commands import run
 from conftest import some_text
@@ -22,61 +28,70 @@ L = 256
 DIFFICULTY = [2.0, 2.4, 2.8, 3.2, 2.2, 2.6, 3.0, 2.5]
 
 
+def scores(extra):
+    """Eight documents, each worse than the base's by some nats a token."""
+    return [
+        DocumentScore(str(i), 100 * (each + extra + 0.001 * (i % 2)), 100)
+        for i, each in enumerate(DIFFICULTY)
+    ]
+
+
 def measured(candidate, hits, nats=0.0, beyond=0.0):
-    """Eight documents, each worse than the base's by some nats a token, and passkeys found."""
-    scores = {
-        n: [
-            DocumentScore(str(i), 100 * (each + extra + 0.001 * (i % 2)), 100)
-            for i, each in enumerate(DIFFICULTY)
-        ]
-        for n, extra in ((L, nats), (2 * L, beyond))
-    }
+    """Documents that are worse than the base's by some nats within L and beyond, and numbers."""
     if isinstance(candidate, int):
-        candidate = Candidate("limited", candidate)
-    return Measured(candidate, scores, dict(zip(scores, hits, strict=True)))
+        candidate = Candidate("limited", candidate, L)
+    found = {n: [i < hit for i in range(50)] for n, hit in zip((L, 2 * L), hits, strict=True)}
+    return Measured(candidate, {L: scores(nats), 2 * L: scores(beyond)}, found)
 
 
-YARN = Candidate("yarn")
+def check(base, others):
+    """What is known of a model whose last L tokens are read as well as those of a text of L."""
+    return ExtensionCheck(L, base, {2 * L: scores(0.0)}, others, "")
+
+
+YARN, BASE = Candidate("yarn", length=L), Candidate(length=L)
 
 
 @pytest.mark.parametrize(
     ("found", "others", "chosen"),
     [
         (50, [measured(128, (50, 40))], "limited, W = 128"),
-        (50, [measured(128, (49, 50))], "limited, W = 256"),  # a passkey is lost within L
+        (50, [measured(128, (45, 40))], "limited, W = 128"),  # which may be chance
+        (50, [measured(128, (44, 50))], "limited, W = 256"),  # numbers are lost within L
         (50, [measured(128, (50, 40), nats=0.01)], "limited, W = 256"),  # every document is worse
         (50, [measured(128, (50, 40), nats=-0.01)], "limited, W = 128"),
         (50, [measured(192, (50, 40)), measured(YARN, (50, 40), beyond=-0.1)], "yarn"),
         (50, [measured(192, (50, 40)), measured(YARN, (50, 30), beyond=-0.1)], "limited, W = 192"),
         (50, [measured(YARN, (50, 50), nats=0.01, beyond=-0.1)], "limited, W = 256"),
-        (0, [measured(YARN, (0, 0), beyond=-0.1)], "yarn"),  # no passkey could be lost
+        (0, [measured(YARN, (0, 0), beyond=-0.1)], "yarn"),  # no number could be lost
     ],
 )
 def test_the_best_method_that_loses_nothing_within_the_training_length_is_chosen(
     found, others, chosen
 ):
-    base = measured(Candidate(), (found, 0), beyond=3.0)
-    check = Check(L, base, [measured(L, (found, 3 * bool(found))), *others], "")
-    assert check.chosen.candidate.label == chosen
-    assert any("half of the check was empty" in text for text in check.warnings) == (found == 0)
+    limited = measured(L, (found, 3 * bool(found)))
+    told = check(measured(BASE, (found, 0), beyond=3.0), [limited, *others])
+    assert told.chosen.candidate.label == chosen
+    assert any("half of the check was empty" in text for text in told.warnings) == (found == 0)
 
 
 def test_losses_and_intervals_are_told():
-    others = [measured(L, (50, 3)), measured(YARN, (49, 50), nats=0.01, beyond=0.02)]
-    check = Check(L, measured(Candidate(), (50, 0), beyond=3.0), others, "")
-    (header, reading), (_, finding) = check.tables()
+    others = [measured(L, (50, 3)), measured(YARN, (40, 50), nats=0.01, beyond=0.02)]
+    told = check(measured(BASE, (50, 0), beyond=3.0), others)
+    (header, reading), (_, finding), (_, costs) = told.tables()
     assert header == ["perplexity, L = 256", "256", "512"]
-    assert [row[-4] for row in finding] == ["", "nothing", "perplexity, passkeys"]
-    assert reading[2] == ["yarn", "13.44 (+1.0% to +1.0%)", "13.57 (+2.0% to +2.0%)"]
-    assert finding[2][-1] == "Transformers, vLLM, SGLang, llama.cpp"
-    assert check.warnings == []
+    assert [row[-1] for row in finding] == ["", "nothing", "perplexity, numbers"]
+    assert reading[1] == ["base, last L tokens", "13.30", "13.30"]
+    assert reading[3] == ["yarn", "13.44 (+1.0 to +1.0 %)", "13.57 (+2.0 to +2.0 %)"]
+    assert finding[2][:3] == ["yarn", "40 of 50", "50 of 50"]
+    assert costs[2][-1] == "Transformers, vLLM, SGLang, llama.cpp"
+    assert told.warnings == []
 
 
 def test_it_is_said_if_the_only_method_loses_or_none_helps():
-    others = [measured(YARN, (49, 0), beyond=4.0)]
-    warnings = Check(L, measured(Candidate(), (50, 0), beyond=3.0), others, "").warnings
-    assert warnings == [
-        "yarn loses passkeys within L.",
+    others = [measured(YARN, (40, 0), beyond=4.0)]
+    assert check(measured(BASE, (50, 0), beyond=3.0), others).warnings == [
+        "yarn loses numbers within L.",
         "Beyond L no method is better than the model as it is.",
     ]
 
@@ -84,8 +99,10 @@ def test_it_is_said_if_the_only_method_loses_or_none_helps():
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("source")
-    texts = [Document("a", vocabulary_text()), Document("b", some_text(2000))]
-    tokenizer = train_tokenizer(texts, 320, split_digits=True)
+    words = draw_distinct(np.random.default_rng(1), "words", 1000)
+    lines = [f"\n{NEEDLE.format(kind='numbers', key=key, value=1234567890)}\n" for key in words]
+    texts = [Document("a", "".join(lines)), Document("b", some_text(2000))]
+    tokenizer = train_tokenizer(texts, 1000, split_digits=True)
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 160}
     vanilla("Llama", **sizes).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
@@ -95,116 +112,186 @@ def source(tmp_path_factory):
     return tmp_path / "model"
 
 
+@pytest.fixture(autouse=True)
+def values(monkeypatch, tmp_path):
+    """The folder of values, empty for every test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "coca-attention" / "extend"
+
+
 def extend(source, target, *more):
     """Words of the command, with a small check."""
     words = ["extend", str(source), str(target), "--check", str(source.parent / "text")]
-    return [*words, "--to", "200", "--check-samples", "4", *map(str, more)]
+    return [*words, "--to", "320", "--check-numbers", "1", *map(str, more)]
+
+
+def marked_text(source, count=1):
+    """A tokenizer, a document, and the same with numbers for lengths of 160 and 320 tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    ids = tokenizer(some_text(600))["input_ids"]
+    document = TokenDocument("a", torch.tensor(ids))
+    (text,) = hide_numbers([document], tokenizer, [160, 320], count)
+    return tokenizer, document, text
+
+
+def test_numbers_are_hidden_in_texts_of_an_exact_length(source):
+    tokenizer, document, text = marked_text(source)
+    kept = text.ids[~text.hidden]
+    assert kept.equal(document.tokens[: len(kept)])
+    assert len(text.ids) == text.stops[320] and text.hidden.sum() > 0
+    for length, asked in text.questions.items():
+        before = tokenizer.decode(text.ids[: text.stops[length]])
+        assert len(asked) == 1
+        for question, number in asked:
+            assert f"{tokenizer.decode(question)} {number}.\n" in before
+            assert text.stops[length] + len(question) + len(tokenizer(f" {number}.\n")[0]) <= length
+
+
+def test_numbers_need_room(source):
+    with pytest.raises(UserError, match="no room for 9 numbers and a question: hide fewer"):
+        marked_text(source, 9)
+
+
+@pytest.mark.parametrize("method", ["base", "yarn", "ntk", "limited"])
+def test_one_reading_measures_as_a_reading_for_every_length(method, source, monkeypatch):
+    tokenizer, _, text = marked_text(source)
+    model, found = AutoModelForCausalLM.from_pretrained(source).eval(), []
+    monkeypatch.setattr(marked, "is_hit", lambda answer, number: found.append(answer))
+    limit = 40 if method == "limited" else None
+    with Candidate(method, limit, 160, 320).applied(model):
+        cache, scores, _ = read_marked(model, text, [160, 320], 30)
+        for length, score in zip((320, 160), reversed(scores), strict=True):
+            stop, (question, number) = text.stops[length], text.questions[length][0]
+            nats = -logits(model, text.ids[None, :stop])[0].log_softmax(-1)
+            targets = [i for i in range(stop) if not text.hidden[i]][-30:]
+            exact = sum(nats[i - 1, text.ids[i]].item() for i in targets)
+            assert score == {"nats": pytest.approx(exact, rel=1e-5), "tokens": 30}
+            ask_for_numbers(model, tokenizer, text, length, cache)
+            prompt = torch.cat((text.ids[:stop], torch.tensor(question)))[None]
+            most = len(tokenizer(f" {number}.")["input_ids"])
+            assert found[-1:] == greedy_answers(model, tokenizer, prompt, max_new_tokens=most)
+
+
+def test_the_last_tokens_are_read_without_those_before(source):
+    _, _, text = marked_text(source)
+    model = AutoModelForCausalLM.from_pretrained(source).eval()
+    _, (score,), _ = read_marked(model, text, [320], 30, last=100)
+    stop = text.stops[320]
+    nats = -logits(model, text.ids[None, stop - 100 : stop])[0].log_softmax(-1)
+    targets = [i for i in range(stop) if not text.hidden[i]][-30:]
+    exact = sum(nats[i - 1 - stop + 100, text.ids[i]].item() for i in targets)
+    assert score["nats"] == pytest.approx(exact, rel=1e-5)
 
 
 def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, capsys):
     assert main(extend(source, tmp_path / "target")) == 0
     said, warned = capsys.readouterr()
     assert "Training length: 160 tokens (max_position_embeddings; --length sets another)" in said
-    assert "warning: The model finds no passkey in texts of up to L = 160 tokens" in warned
+    assert "warning: The model finds no number in texts of up to L = 160 tokens" in warned
+    assert max(map(len, said.splitlines())) <= 80
     card = (tmp_path / "target" / "README.md").read_text()
-    assert "## Context extension" in card and "for texts of 200 tokens; L = 160." in card
+    assert "## Context extension" in card and "for texts of 320 tokens; L = 160." in card
     labels = ["base", "yarn", "dynamic", "ntk", "limited, W = 160", "limited, W = 80"]
     rows = [line.split("|")[1].strip() for line in card.splitlines() if line.startswith("|")]
     for label in labels:
-        assert sum(row.removesuffix(" (chosen)") == label for row in rows) == 2, label
+        assert sum(row.removesuffix(" (chosen)") == label for row in rows) == 3, label
+        assert label in said
     (chosen,) = {row.removesuffix(" (chosen)") for row in rows if row.endswith("(chosen)")}
-    assert "target: " in said and f", {chosen}, for texts of 200 tokens; runs in Tr" in said
+    assert "target: " in said and f", {chosen}, for texts of 320 tokens; runs in Tr" in said
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
-    assert model.config.max_position_embeddings == (160 if chosen == "dynamic" else 200)
-    assert AutoTokenizer.from_pretrained(tmp_path / "target").model_max_length >= 200
+    assert model.config.max_position_embeddings == (160 if chosen == "dynamic" else 320)
+    assert AutoTokenizer.from_pretrained(tmp_path / "target").model_max_length >= 320
     assert json.loads((source / "config.json").read_text())["model_type"] == "llama"
-    assert not list(tmp_path.glob("*.sqlite*"))
 
 
 def test_a_check_counts_what_is_found_and_lost(source, tmp_path, capsys, monkeypatch):
     """Of a model that finds all within L, and some beyond by each method."""
 
-    def answers(model, tokenizer, prompts, **_):
-        rope = rope_parameters(model.config)
+    def answers(module, tokenizer, text, length, cache):
+        rope = rope_parameters(module.config)
         method = rope.get("max_distance") or rope["rope_type"]
-        known = {(128, "yarn"): 3, (168, "yarn"): 4, (168, 160): 1, (168, 80): 3, (128, 40): 3}
-        share = known.get((prompts.shape[1], method), 4 if prompts.shape[1] == 128 else 0)
-        texts = [tokenizer.decode(ids) for ids in prompts]
-        keys = [re.search(r"passkey is (\d{5})", text)[1] for text in texts]
-        return [key if index < share else "" for index, key in enumerate(keys)]
+        known = {(160, "yarn"): 5, (320, "yarn"): 20, (320, 160): 1, (320, 80): 8, (160, 40): 4}
+        share = known.get((length, method), 10 if length == 160 else 0)
+        return [index < share for index in range(10)]
 
-    monkeypatch.setattr("coca_lab.evaluation.retrieval.greedy_answers", answers)
-    monkeypatch.setattr("coca_lab.evaluation.extension._is_worse", lambda *_: False)
+    monkeypatch.setattr(extension, "ask_for_numbers", answers)
+    monkeypatch.setattr(extension, "_is_worse", lambda *_: False)
     assert main(extend(source, tmp_path / "target")) == 0
     card, warned = (tmp_path / "target" / "README.md").read_text(), capsys.readouterr().err
     assert "empty" not in card + warned
-    rows = [[x.strip() for x in line.split("|")[1:-1]] for line in card.splitlines()]
-    assert [row[:4] for row in rows if len(row) == 7][2:] == [
-        ["base", "4", "0", ""],
-        ["yarn", "3", "4", "passkeys"],
-        ["dynamic", "4", "0", "nothing"],
-        ["ntk", "4", "0", "nothing"],
-        ["limited, W = 160", "4", "1", "nothing"],
-        ["limited, W = 80 (chosen)", "4", "3", "nothing"],
-        ["limited, W = 40", "3", "0", "passkeys"],
+    table = card[card.index("| numbers found") : card.index("| 320 tokens")].splitlines()
+    rows = [[x.strip() for x in line.split("|")[1:-1]] for line in table[2:-1]]
+    assert rows == [
+        ["base", "20 of 20", "0 of 20", ""],
+        ["yarn", "10 of 20", "20 of 20", "numbers"],
+        ["dynamic", "20 of 20", "0 of 20", "nothing"],
+        ["ntk", "20 of 20", "0 of 20", "nothing"],
+        ["limited, W = 160", "20 of 20", "2 of 20", "nothing"],
+        ["limited, W = 80 (chosen)", "20 of 20", "16 of 20", "nothing"],
+        ["limited, W = 40", "8 of 20", "0 of 20", "numbers"],
     ]
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "target").config
     assert rope_parameters(config)["max_distance"] == 80
 
 
-def test_an_interrupted_check_goes_on(source, tmp_path, capsys, monkeypatch):
-    measured, tally = [], perplexity._tallies
-    words = extend(source, tmp_path / "target")
-
-    def stop(*_):
-        measured.append(1)
-        if len(measured) == 3:  # base, yarn, dynamic
-            raise KeyboardInterrupt
-        return 0.0
-
-    with monkeypatch.context() as patch:
-        patch.setattr(extension, "peak_growth", stop)
-        assert main(words) == 130 and not (tmp_path / "target").exists()
-    assert list(tmp_path.glob("target.values.sqlite"))
+def roles_read(monkeypatch, act=lambda count: None):
+    """Limits of distances and rules with which texts are read from now on."""
     read = []
 
-    def remember(module, *rest):
-        read.append(dict(rope_parameters(module.config)))
-        return tally(module, *rest)
+    def growth(run, device):
+        rope = rope_parameters(inspect.getclosurevars(run).nonlocals["module"].config)
+        read.append(rope.get("max_distance") or rope["rope_type"])
+        act(len(read))
+        run()
+        return 0.0
 
-    monkeypatch.setattr(perplexity, "_tallies", remember)
+    monkeypatch.setattr(marked, "peak_growth", growth)
+    return read
+
+
+def test_an_interrupted_check_goes_on(source, tmp_path, values, monkeypatch):
+    words = extend(source, tmp_path / "target")
+
+    def stop(count):
+        if count == 7:  # two documents each: the base's last tokens, the base, yarn
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        roles_read(patch, stop)
+        assert main(words) == 130 and not (tmp_path / "target").exists()
+    assert list(values.glob("*.sqlite"))
+    read = roles_read(monkeypatch)
     assert main(words) == 0
-    assert read and all(rope["rope_type"] != "yarn" for rope in read)
-    assert not list(tmp_path.glob("*.sqlite*"))
+    assert read == ["dynamic"] * 2 + ["default"] * 2 + [160] * 2 + [80] * 2 + [40] * 2
 
 
 def test_what_is_repeated_at_the_end_reads_the_model_as_it_was(source, tmp_path, monkeypatch):
     """Limited distances convert a model for good, and what has failed is repeated after them."""
-    limits = []
 
-    def growth(run, device):
-        model = run.__closure__[1].cell_contents
-        limits.append(rope_parameters(model.config).get("max_distance"))
-        if len(limits) == 1:
+    def fail(count):
+        if count == 1:
             raise RuntimeError("a device that was busy")
-        return 0.0
 
-    monkeypatch.setattr(extension, "peak_growth", growth)
-    assert main(extend(source, tmp_path / "target")) == 0
-    assert limits == [None, None, None, None, 160, 80, 40, None]
+    read = roles_read(monkeypatch, fail)
+    assert main(extend(source, tmp_path / "target", "--check-documents", 1)) == 0
+    assert read == ["default", "default", "yarn", "dynamic", "default", 160, 80, 40, "default"]
 
 
-def test_what_was_measured_is_kept_until_the_folder_is_written(source, tmp_path, monkeypatch):
+def test_what_was_measured_is_kept(source, tmp_path, values, monkeypatch):
+    """For the same command after a full disk, and for others on the same text."""
+
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    words = extend(source, tmp_path / "target", "--check-documents", 1, "--method", "yarn")
+    words = extend(source, tmp_path / "target", "--check-documents", 1)
     with monkeypatch.context() as patch:
         patch.setattr("coca_lab.cli.models.extend_folder", full)
         assert main(words) == 2
-    assert list(tmp_path.glob("target.values.sqlite"))
-    monkeypatch.setattr("coca_lab.evaluation.perplexity._tallies", full)
-    assert main(words) == 0 and not list(tmp_path.glob("*.sqlite*"))
+    assert list(values.glob("*.sqlite"))
+    monkeypatch.setattr(marked, "peak_growth", full)
+    assert main(words) == 0
+    words[2] = str(tmp_path / "other")
+    assert main([*words, "--method", "yarn"]) == 0
 
 
 @pytest.mark.parametrize("method", ["yarn", "dynamic", "ntk", "limited"])
