@@ -2,8 +2,8 @@
 
 Pages keep their paths in the repository, so the links that work there work in the site. What a page
 links to becomes part of it: a folder is a list of its files, a source file a page that shows it,
-and report pages and result files are copied. The finished site is checked for dead links and for
-anything that a browser would fetch from elsewhere.
+and report pages and result files are copied. MkDocs checks the links; the finished site is checked
+for anything that a browser would fetch from elsewhere.
 """
 
 import html
@@ -11,9 +11,8 @@ import json
 import logging
 import posixpath
 import re
-from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 import latex2mathml.converter
 from mkdocs.plugins import event_priority
@@ -27,6 +26,12 @@ SHOWN = {".cff": "yaml", ".py": "python", ".yaml": "yaml"}
 START = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**/*.md", "docs/**/*.ipynb"]
 START += ["results/**/*.md", "src/**/README.md", "docs/images/*"]
 LINK = re.compile(r"(?<!!)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+
+FETCHED = re.compile(
+    r'<(?!a |link [^>]*rel="?canonical)[^<>]* (?:src|href)="?((?:https?:)?//[^"> ]+)'
+    r'|url\("?(https?:[^)]+)'
+)
+"""What a tag that is no link, or a style sheet, names on another host."""
 
 # As pymdownx.arithmatex leaves formulas.
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
@@ -80,64 +85,25 @@ def on_post_page(output: str, **_) -> str:
 
 @event_priority(-100)  # once the search has written its index
 def on_post_build(config) -> None:
-    """Check the links, and take headings without text out of the search."""
+    """Check what is fetched, and take headings without text out of the search."""
     site = Path(config.site_dir)
-    check_links(site)
+    check_hosts(site)
     index = site / "search" / "search_index.json"
     content = json.loads(index.read_text(encoding="utf-8"))
     content["docs"] = [entry for entry in content["docs"] if entry["text"].strip()]
     index.write_text(json.dumps(content), encoding="utf-8")
 
 
-def check_links(site: Path) -> None:
-    """Warn, which is an error in strict mode, of dead links and of requests to other hosts."""
-    pages = {path: _read(path) for path in site.rglob("*.html")}
-    for path, page in pages.items():
-        for tag, link in page.links:
-            parts = urlsplit(link)
-            if parts.scheme in ("data", "mailto"):
-                continue
-            if parts.scheme or parts.netloc:
-                if tag not in ("a", "link canonical"):
-                    log.warning(f"{path.relative_to(site)}: <{tag}> fetches {link[:80]}")
-                continue
-            target = path if not parts.path else (path.parent / unquote(parts.path)).resolve()
-            anchor = unquote(parts.fragment)
-            if path.name == "404.html":
-                continue  # its links are absolute, for wherever it is shown
-            if not target.is_file():
-                log.warning(f"{path.relative_to(site)}: no such file: {link}")
-            elif anchor and target in pages and anchor not in pages[target].anchors:
-                log.warning(f"{path.relative_to(site)}: no such anchor: {link}")
-    for path in site.rglob("*.css"):
-        for link in re.findall(r"url\(\"?(https?:[^)]+)", path.read_text(encoding="utf-8")):
-            log.warning(f"{path.relative_to(site)} fetches {link}")
+def check_hosts(site: Path) -> None:
+    """Warn, which is an error in strict mode, of what a browser would fetch from other hosts."""
+    for path in (*site.rglob("*.html"), *site.rglob("*.css")):
+        for found in FETCHED.finditer(path.read_text(encoding="utf-8")):
+            log.warning(f"{path.relative_to(site)} fetches {found[1] or found[2]}")
 
 
 def _formula(match: re.Match[str]) -> str:
     display = "block" if match[1] == "div" else "inline"
     return latex2mathml.converter.convert(html.unescape(match[2]), display=display)
-
-
-class _Page(HTMLParser):
-    """The links and anchors of a page."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.links: list[tuple[str, str]] = []
-        self.anchors: set[str] = set()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = {name: value or "" for name, value in attrs}
-        self.anchors |= {given[name] for name in ("id", "name") if name in given}
-        kind = f"{tag} {given['rel']}" if tag == "link" and "rel" in given else tag
-        self.links += [(kind, given[name]) for name in ("href", "src") if given.get(name)]
-
-
-def _read(path: Path) -> _Page:
-    page = _Page()
-    page.feed(path.read_text(encoding="utf-8"))
-    return page
 
 
 def _listing(path: Path) -> Path:

@@ -12,13 +12,11 @@ from coca_attention.models.configuration import (
     made_for,
     rope_parameters,
     rotation,
-    training_length,
 )
 from coca_attention.models.conversion import Conversion
 from coca_attention.models.extension import METHODS, Method, extend_context, extended_lengths
 from coca_attention.ops import FORMS
 from coca_lab.cli.console import ProgressBar, parse, print_table
-from coca_lab.data import load_tokenizer
 from coca_lab.engine import Engine
 from coca_lab.evaluation.extension import (
     Candidate,
@@ -26,7 +24,6 @@ from coca_lab.evaluation.extension import (
     ExtensionCheck,
     check_extensions,
 )
-from coca_lab.evaluation.perplexity import TextSettings, load_text
 from coca_lab.evaluation.task import free_weights, open_model
 from coca_lab.export import export_native
 from coca_lab.files import cache_folder
@@ -170,42 +167,18 @@ class ExportSettings:
 
     context: PositiveInt | None = None
     """N, the tokens among which the model is to find something: scores of global layers are
-    multiplied by ln(N + 1) / ln(L + 1), for L the training length. By default they stay."""
+    multiplied by ln(N + 1) / ln(L + 1), for L the training length. By default they stay. What that
+    costs within L, coca eval perplexity --scaling fold --factor N/L measures."""
     gguf: bool = False
     """Write NAME.gguf for llama.cpp into the folder, too, for NAME its name."""
     dtype: Dtype = "auto"
     """Precision of the weights; auto keeps it."""
 
 
-@dataclass
-class CostSettings(TextSettings):
-    """Text on which to measure what a context costs within the training length."""
-
-    source: str = ""
-    """Text with the same values as in coca eval perplexity; by default nothing is measured."""
-    max_documents: int | None = 20
-    """Maximum number of documents."""
-    skip_short: bool = True
-    """Skip documents shorter than the training length instead of reporting an error."""
-
-
 def run_export(words: list[str]) -> None:
     """Write a model with layers with roles as Transformers' own class, for other engines."""
-    path, target, wanted, text = parse(
-        "coca export", run_export, words, [ExportSettings, CostSettings], ["model", "target"]
+    path, target, wanted = parse(
+        "coca export", run_export, words, [ExportSettings], ["model", "target"]
     )
-    if text.source and wanted.context is None:
-        raise UserError("--source is the text on which the cost of --context is measured")
-    documents = []
-    if text.source:
-        length = training_length(model_without_weights(path).config) or 0
-        documents = load_text(text, load_tokenizer(path), at_least=length + 1)
-    model, cost = export_native(path, target, **vars(wanted), documents=documents)
+    model = export_native(path, target, **vars(wanted))
     print(f"{target}: {model.config.model_type}, {model.num_parameters():,} parameters")
-    if cost is not None:
-        print(
-            f"for {wanted.context:,} tokens: perplexity within {cost.length:,} {cost.before:.2f} "
-            f"-> {cost.after:.2f} ({cost.after / cost.before - 1:+.1%}, {cost.tokens:,} tokens)"
-        )
-    elif wanted.context is not None:
-        print("what the context costs within the training length was not measured: give --source")

@@ -8,8 +8,6 @@ What was written is read again, and its logits are compared with those of the so
 
 import copy
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +34,9 @@ from coca_attention.models.configuration import (
 from coca_attention.models.folding import fold_temperature
 from coca_attention.testing import difference, logits, some_tokens
 from coca_lab.data import load_tokenizer
-from coca_lab.evaluation.windows import TokenDocument, score_documents, shared_first_target
 from coca_lab.export.gguf_file import check_settings, check_tokenizer, write_gguf
 from coca_lab.export.llama_cpp import log_probabilities, serve
 from coca_lab.folders import new_folder, write_card, writing_model
-from coca_lab.intervals import perplexity
 from coca_lab.loading import load_model
 
 Native = GraniteSWAForCausalLM | Cohere2ForCausalLM
@@ -52,16 +48,6 @@ of them, the last ones, the logits are compared."""
 ROUND_OFF, HALF_ROUND_OFF = 1e-3, 3e-2
 """Largest difference of logits by round-off, as a share of the largest one: in float32, and in an
 engine that computes in a half precision."""
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a factor for a longer context costs within the training length."""
-
-    length: int  # L, the training length in tokens
-    before: float  # perplexity of windows of L tokens without the factor
-    after: float
-    tokens: int  # number of targets
 
 
 def as_native(model: PreTrainedModel) -> Native:
@@ -143,9 +129,8 @@ def export_native(
     context: int | None = None,
     gguf: bool = False,
     dtype: str = "auto",
-    documents: Sequence[TokenDocument] = (),
-) -> tuple[Native, Cost | None]:
-    """Write a model with layers with roles as a folder of a stock class; what its context costs.
+) -> Native:
+    """Write a model with layers with roles as a folder of a stock class.
 
     Args:
         source: The folder of the model.
@@ -153,7 +138,6 @@ def export_native(
         context: N of `fold_context`; None leaves the scores as they are.
         gguf: Whether to write a file for llama.cpp, too.
         dtype: Precision of the weights; ``auto`` keeps it.
-        documents: Texts on which the cost of the context is measured; without them it is None.
 
     Raises:
         UserError: If no stock class, or llama.cpp, can compute the same, or the logits of what was
@@ -163,19 +147,14 @@ def export_native(
     if gguf:
         check_tokenizer(source)
     model = load_model(source, dtype=dtype, device="cpu")
-    native, cost = as_native(model), None
+    native = as_native(model)
     config: Any = native.config
     length: int = config.max_position_embeddings
     if gguf:
         check_settings(config)
     if context is not None:
-        before = _scores(model, documents, length)
         for each in {id(x): x for x in (model, native)}.values():  # often one and the same
             fold_context(each, context)
-        if documents:
-            after = _scores(model, documents, length)
-            tokens = sum(score.tokens for score in after)
-            cost = Cost(length, perplexity(before), perplexity(after), tokens)
     if isinstance(native, GraniteSWAForCausalLM):
         # Read by llama.cpp's converter, which does not know `layer_rope_theta`.
         config.no_rope_layers = [int(bool(theta)) for theta in config.layer_rope_theta]
@@ -193,7 +172,7 @@ def export_native(
         if gguf:
             bound = ROUND_OFF if native.dtype == torch.float32 else HALF_ROUND_OFF
             _check_difference("llama.cpp", _error_in_llama_cpp(file, source, written, ids), bound)
-    return native, cost
+    return native
 
 
 def _error(written: PreTrainedModel, model: PreTrainedModel, ids: Tensor) -> float:
@@ -221,12 +200,6 @@ def _check_difference(what: str, error: float, bound: float) -> None:
             f"largest, and round-off is at most {bound:.0e}. Nothing was written; please report it "
             "with the source's config.json"
         )
-
-
-def _scores(model: Any, documents: Sequence[TokenDocument], length: int) -> list[Any]:
-    stride = max(1, length // 2)
-    first = shared_first_target([length], stride)
-    return score_documents(model, documents, window=length, stride=stride, first_target=first)
 
 
 def _card_sections(
