@@ -3,7 +3,6 @@
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import torch
@@ -47,7 +46,7 @@ def parser() -> ArgumentParser:
     return options
 
 
-def measure(name: str, length: int, settings: Namespace) -> dict[str, Any]:
+def measure(name: str, length: int, settings: Namespace) -> dict[str, object]:
     """A cell of a result file: a case at a length; UserError if a variant is wrong."""
     case, allowed = CASES[name], TOLERANCES[settings.dtype]
     variants = case.make(length, settings)

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Cache,
     DynamicCache,
     LlamaConfig,
     PreTrainedModel,
@@ -31,7 +32,7 @@ from coca_attention.ops import FORMS, Rotation, coca_attention
 from coca_attention.roles import Roles
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
 
-Run = Callable[[], Any]
+Run = Callable[[], object]
 Tensors = dict[str, Tensor]
 VOCABULARY = 1024
 LLAMA, COPY, GRANITE = "Llama", "copy of as many bytes", "GraniteSWA"
@@ -55,7 +56,7 @@ class Operator(NamedTuple):
     """A function of `random_inputs`, and the options of `coca_attention` that compute the same."""
 
     run: Callable[..., Tensor]
-    options: dict[str, Any]
+    options: dict[str, object]
 
 
 def rotary_attention(query: Tensor, key: Tensor, value: Tensor, **_: Tensor) -> Tensor:
@@ -71,7 +72,9 @@ def rotary_attention(query: Tensor, key: Tensor, value: Tensor, **_: Tensor) -> 
     )
 
 
-def coca(query: Tensor, value: Tensor, *, form: str, rotation: Any = None, **keys: Tensor):
+def coca(
+    query: Tensor, value: Tensor, *, form: str, rotation: Rotation | None = None, **keys: Tensor
+):
     """`coca_attention` as users call it; of the form rope, with keys whose pairs are all free."""
     key = keys["key" if form == "rope" else "key_coefficients"]
     form = "strict" if form == "rope" else form  # which does not matter without collinear pairs
@@ -131,7 +134,9 @@ def random_inputs(length: int, settings: Namespace) -> Tensors:
     }
 
 
-def error_of(output: Tensor, tensors: Tensors, form: str, rotation: Any = None) -> float:
+def error_of(
+    output: Tensor, tensors: Tensors, form: str, rotation: Rotation | None = None
+) -> float:
     """Largest error against the operator in float64, relative to the largest exact value.
 
     Of ``output`` (B, H, T, D), the last queries of the last key head's query heads are compared.
@@ -230,7 +235,7 @@ def make_model(
 ) -> PreTrainedModel:
     """A Llama: vanilla or of a form (with roles, of local layers); or the GraniteSWA of roles."""
     heads = settings.hidden_size // settings.head_width
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         "vocab_size": VOCABULARY,
         "hidden_size": settings.hidden_size,
         "intermediate_size": 4 * settings.hidden_size,
@@ -277,7 +282,7 @@ def random_tokens(length: int, settings: Namespace) -> Tensor:
     return ids.to(settings.device)
 
 
-def random_cache(cache: Any, model: PreTrainedModel, length: int, settings: Namespace) -> Any:
+def random_cache(cache: Cache, model: PreTrainedModel, length: int, settings: Namespace) -> Cache:
     """Fill a cache with random keys (or key coefficients) and values for so many tokens."""
     half = getattr(model.config, "kv_cache", "full") == "half"
     shape = (settings.batch, model.config.num_key_value_heads, length)

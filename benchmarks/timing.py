@@ -6,7 +6,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ class Variant(NamedTuple):
     """One of the ways to compute something that a case compares."""
 
     name: str
-    run: Callable[[], Any]
+    run: Callable[[], object]
     """Runs it once. If it returns a float, that is taken as its time in seconds."""
     error: float | None = None
     """Largest error, relative to the largest exact value; None if there is no exact result."""
@@ -28,7 +28,7 @@ class Variant(NamedTuple):
     """Further numbers for the results, such as the megabytes of its cache."""
 
 
-def interleaved(variants: Sequence[Variant], settings: Namespace) -> dict[str, dict[str, Any]]:
+def interleaved(variants: Sequence[Variant], settings: Namespace) -> dict[str, dict[str, object]]:
     """Time every variant once per round, so that changes in machine load affect all of them.
 
     Ratios are to the first variant in the same round. Three rounds run even if the time is over.
@@ -69,7 +69,7 @@ def interleaved(variants: Sequence[Variant], settings: Namespace) -> dict[str, d
     return results
 
 
-def isolated(make: Callable[..., Variant], *arguments: Any) -> Variant:
+def isolated(make: Callable[..., Variant], *arguments: object) -> Variant:
     """A variant made in a process of its own, which measures its runs itself, and ends with it."""
     # When every run frees and allocates large blocks (a growing cache), variants of different sizes
     # fragment a heap that they share, and page faults dominate the time.
@@ -78,7 +78,9 @@ def isolated(make: Callable[..., Variant], *arguments: Any) -> Variant:
     return Variant(name, lambda: pool.submit(_run).result(), error, facts)
 
 
-def peak_megabytes(device: str, make: Callable[..., Callable[[], Any]], *arguments: Any) -> float:
+def peak_megabytes(
+    device: str, make: Callable[..., Callable[[], object]], *arguments: object
+) -> float:
     """Peak memory of one run above its inputs, in MB; on a CPU that of a new process, on Linux."""
     if device == "cpu":
         return _process().submit(_resident_growth, make, *arguments).result()
@@ -90,7 +92,7 @@ def _process() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, context, torch.set_num_threads, (threads,))
 
 
-def _make(make: Callable[..., Variant], *arguments: Any) -> tuple[str, float | None, dict]:
+def _make(make: Callable[..., Variant], *arguments: object) -> tuple[str, float | None, dict]:
     global _variant
     _variant = make(*arguments)
     return _variant.name, _variant.error, _variant.facts
@@ -102,5 +104,5 @@ def _run() -> float:
     return time.perf_counter() - before
 
 
-def _resident_growth(make: Callable[..., Callable[[], Any]], *arguments: Any) -> float:
+def _resident_growth(make: Callable[..., Callable[[], object]], *arguments: object) -> float:
     return peak_growth(make(*arguments))

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import re
 from argparse import SUPPRESS, Action, ArgumentParser
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
@@ -57,7 +58,7 @@ def package_page(path: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _order(module: ModuleType) -> Any:
+def _order(module: ModuleType) -> Callable[[str], tuple[bool, str]]:
     """Classes and functions first, by name."""
     return lambda name: (not callable(getattr(module, name)), name.lower())
 
@@ -77,7 +78,7 @@ def _entry(module: ModuleType, name: str) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def _own_doc(thing: Any) -> str:
+def _own_doc(thing: Callable[..., object]) -> str:
     """The docstring, unless it is one that a dataclass gets or a Transformers class inherits."""
     doc = thing.__dict__.get("__doc__") if inspect.isclass(thing) else thing.__doc__
     return inspect.cleandoc(doc) if doc and not doc.startswith(f"{thing.__name__}(") else ""
@@ -94,7 +95,7 @@ def _note(module: ModuleType, name: str) -> str:
     return ""
 
 
-def _signature(name: str, thing: Any) -> str:
+def _signature(name: str, thing: Callable[..., object]) -> str:
     """How it is called, an argument a line where they are many."""
     if inspect.isclass(thing) and thing.__init__ in (object.__init__, ValueError.__init__):
         return ""
@@ -195,7 +196,7 @@ def recipe() -> str:
     return "\n\n".join(parts)
 
 
-def _fields(prefix: str, theclass: Any) -> list[str]:
+def _fields(prefix: str, theclass: type) -> list[str]:
     """The list of a dataclass's fields, then those of the dataclasses that it holds by name."""
     docs, types = field_docs(theclass), get_type_hints(theclass, include_extras=True)
     lines, nested = [], []

@@ -10,14 +10,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
 
 import torch
 
 REPORTED = ("coca-attention", "torch", "transformers", "tokenizers", "accelerate", "numpy")
 
 
-def describe_environment() -> dict[str, Any]:
+def describe_environment() -> dict[str, object]:
     """Versions, processor, threads, GPUs and command line, as JSON values."""
     installed: dict[str, str] = {}
     for each in distributions():  # the first of a name is the one that is imported
@@ -62,7 +61,7 @@ def processor() -> str:
     return platform.processor() or "unknown"
 
 
-def peak_growth(run: Callable[[], Any], device: str = "cpu") -> float:
+def peak_growth(run: Callable[[], object], device: str = "cpu") -> float:
     """Memory that a call takes at most beyond what was in use before, in MB; 0 if unknown.
 
     On a GPU that of tensors; on a CPU that of the process, which Linux alone tells.

@@ -38,7 +38,7 @@ def write_text(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Write JSON atomically; ValueError for numbers that JSON does not support (inf, nan)."""
     write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 

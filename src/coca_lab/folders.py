@@ -14,7 +14,7 @@ import torch
 import yaml
 from huggingface_hub import ModelCard, ModelCardData, snapshot_download
 from huggingface_hub.utils import HFValidationError, validate_repo_id
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from coca_attention import __version__
 from coca_attention.errors import UserError, install, published_at
@@ -27,7 +27,7 @@ from coca_attention.models.configuration import (
     training_length,
 )
 from coca_attention.models.conversion import Conversion, convert, load_original
-from coca_attention.models.extension import extend_context, extended_lengths
+from coca_attention.models.extension import Method, extend_context, extended_lengths
 from coca_lab.files import check_can_be_written, known_problem, writing
 from coca_lab.loading import load_model, model_without_weights, no_progress_bars
 
@@ -94,7 +94,7 @@ def convert_folder(
 def extend_folder(
     source: str | Path,
     target: str | Path,
-    method: Any = "limited",
+    method: Method = "limited",
     *,
     dtype: str = "auto",
     report: str = "",
@@ -105,7 +105,7 @@ def extend_folder(
     ``lengths`` are its arguments; ``report`` says in Markdown how the method was chosen.
     """
     target = new_folder(source, target)
-    model: Any = load_model(source, dtype=dtype, device="cpu", any_head=True)
+    model = load_model(source, dtype=dtype, device="cpu", any_head=True)
     length, to = extended_lengths(model.config, lengths.get("to"), lengths.get("length"))
     extend_context(model, method, **lengths)
     said = f"By method {method}, without training, for texts of {to:,} tokens; L = {length:,}."
@@ -129,7 +129,9 @@ def new_folder(source: str | Path, target: str | Path) -> Path:
 
 
 @contextmanager
-def writing_model(model: Any, source: str | Path, target: Path, longest: int = 0) -> Iterator[Path]:
+def writing_model(
+    model: PreTrainedModel, source: str | Path, target: Path, longest: int = 0
+) -> Iterator[Path]:
     """A temporary folder with the model and its tokenizer, which becomes the target on leaving.
 
     The tokenizer is said to take texts of ``longest`` tokens, if it said fewer.
@@ -163,7 +165,7 @@ def writing_model(model: Any, source: str | Path, target: Path, longest: int = 0
 
 def write_card(
     folder: str | Path,
-    config: Any,
+    config: PreTrainedConfig,
     *,
     name: str | None = None,
     source: str | Path | None = None,
@@ -239,7 +241,7 @@ def _belongs_to(source: Path, path: Path) -> bool:
     return any(path.resolve().is_relative_to(home) for home in homes)
 
 
-def facts(config: Any) -> dict[str, str]:
+def facts(config: PreTrainedConfig) -> dict[str, str]:
     """What a configuration says about attention and positions, by name; empty where nothing."""
     form, heads = attention_of(config), config.num_attention_heads
     names = {None: "unknown", "rope": "rotary", "alibi": "ALiBi"}

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     Cache,
     GenerationConfig,
@@ -33,7 +33,7 @@ def beyond_training_length() -> Iterator[None]:
 
 
 @contextmanager
-def naming_the_limit(model: Any, tokens: int) -> Iterator[None]:
+def naming_the_limit(model: nn.Module, tokens: int) -> Iterator[None]:
     """Turn the IndexError of a model with a fixed number of positions into a UserError."""
     try:
         yield
@@ -48,7 +48,7 @@ def naming_the_limit(model: Any, tokens: int) -> Iterator[None]:
 class FiniteScores(LogitsProcessor):
     """Stops a generation at NaN or infinity, which would be read as a token like any other."""
 
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """The scores as they are, (B, vocabulary); UserError if one is NaN or infinite."""
         if not (scores < math.inf).all():
             raise UserError(

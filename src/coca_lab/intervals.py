@@ -1,7 +1,7 @@
 """Intervals of figures: Student's t (documents, prompts, seeds, trends), Wilson (shares)."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ class DocumentScore:
     tokens: int
 
     @classmethod
-    def of(cls, document: dict[str, Any]) -> "DocumentScore":
+    def of(cls, document: Mapping[str, Any]) -> "DocumentScore":
         """That of a document of a result file, which has null where nats overflowed."""
         nats = math.inf if document["nats"] is None else document["nats"]
         return cls(document.get("id", ""), nats, document["tokens"])

@@ -138,7 +138,7 @@ class ProgressBar:
             more = f", {timedelta(seconds=left)} left" if left else ""
             log.info("%s: %.0f %%%s", label, self.task.percentage, more)
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.bar.live.stop()  # the bar's own method prints an empty line into files
 
 

@@ -3,9 +3,10 @@
 import logging
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import PositiveInt
+from transformers import PreTrainedConfig
 
 from coca_attention.errors import UserError
 from coca_attention.models.configuration import (
@@ -71,7 +72,7 @@ def run_convert(words: list[str]) -> None:
         _print_training_length(model_without_weights(path, any_head=True).config, wanted.length)
 
 
-def _print_training_length(config: Any, given: int | None) -> None:
+def _print_training_length(config: PreTrainedConfig, given: int | None) -> None:
     """Which training length a command assumed, and why."""
     length, why = made_for(config.get_text_config())
     length, why = (given, "--length") if given else (length, f"{why}; --length sets another")

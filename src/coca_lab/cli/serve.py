@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedConfig
 from transformers.utils.import_utils import is_serve_available
 
 import coca_attention.models  # noqa: F401 (registers the models)
@@ -56,7 +56,7 @@ def run_serve(words: list[str]) -> None:
         raise UserError(f"the server's packages are not installed: {install('serve')}")
     import uvicorn  # an optional package
 
-    config: Any = model_without_weights(path, "auto").config.get_text_config()
+    config: PreTrainedConfig = model_without_weights(path, "auto").config.get_text_config()
     context = settings.context or getattr(config, "max_position_embeddings", None)
     if context is None:
         raise UserError(f"{path} has no training length: set --context")
@@ -114,7 +114,7 @@ def make_app(path: str, context: int, settings: ServeSettings) -> Any:
         generation_state=state,
     )
 
-    async def refuse(_: Any, error: Exception) -> Any:
+    async def refuse(_: object, error: Exception) -> Any:
         return JSONResponse({"error": " ".join(str(error).split())}, status_code=400)
 
     for kind in (ValueError, TypeError, KeyError):  # no chat template, for one

@@ -1,12 +1,12 @@
 """Blocks of tokens that training reads: of a text, of synthetic tasks, and mixed by shares."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
+from transformers import PreTrainedTokenizerBase
 
 from coca_attention.errors import UserError
 from coca_lab.data.documents import DataError
@@ -53,7 +53,13 @@ class TaskBlocks(Dataset):
     # task: passkey, or recall, of which the answers alone are trained. The seed and the number of a
     # block determine it.
     def __init__(
-        self, task: str, tokenizer: Any, length: int, count: int, seed: int, separate: bool = False
+        self,
+        task: str,
+        tokenizer: PreTrainedTokenizerBase,
+        length: int,
+        count: int,
+        seed: int,
+        separate: bool = False,
     ) -> None:
         self.length, self.count, self.seed = length, count, seed
         self.eos = end_of_text(tokenizer)

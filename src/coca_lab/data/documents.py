@@ -223,7 +223,7 @@ def _lines(path: Path) -> Iterator[str]:
         raise DataError(f"{path}: cannot be read: {error}{remedy if large else ''}") from error
 
 
-def _json_rows(path: Path) -> Iterator[Any]:
+def _json_rows(path: Path) -> Iterator[object]:
     """The lines of a file with a record in each, or the records of a file that is one list."""
     lines = _lines(path)
     first = next(lines, "")
@@ -236,7 +236,7 @@ def _json_rows(path: Path) -> Iterator[Any]:
         raise DataError(f"{path}: not valid JSON ({error})") from error
 
 
-def _parquet_rows(path: Path, text_field: str) -> Iterator[dict[str, Any]]:
+def _parquet_rows(path: Path, text_field: str) -> Iterator[dict[str, object]]:
     try:
         with open(path, "rb") as file:  # Arrow takes UTF-8 names alone
             table = pyarrow.parquet.ParquetFile(file)
@@ -248,7 +248,7 @@ def _parquet_rows(path: Path, text_field: str) -> Iterator[dict[str, Any]]:
 
 
 def _records(
-    path: Path, rows: Iterator[Any], text_field: str, bad_lines: BadLines
+    path: Path, rows: Iterator[object], text_field: str, bad_lines: BadLines
 ) -> Iterator[Document]:
     """Documents of a file with a record in each of its lines or rows; blank lines do not count."""
     count = 0
@@ -268,7 +268,7 @@ def _records(
         raise DataError(f"{path}: no document in the file")
 
 
-def _document(record: Any, text_field: str, place: str) -> Document:
+def _document(record: object, text_field: str, place: str) -> Document:
     """The text of a record, with its ``id`` or else its place; DataError if it has none."""
     if isinstance(record, str):
         try:

@@ -20,9 +20,10 @@ from functools import lru_cache
 from importlib.resources import files
 from itertools import pairwise
 from string import ascii_lowercase, ascii_uppercase
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from coca_attention.errors import UserError, error_prefix
 from coca_lab.data.tasks import Encode, Prompt, check_reproduced, leading_special_tokens
@@ -114,7 +115,7 @@ class Draft:
 
 
 def ask_for_ruler(
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     task: RulerTask,
     length: int,
     indices: Sequence[int],
@@ -171,7 +172,7 @@ def string_match(answer: str, expected: Sequence[str]) -> float:
     return sum(each.lower() in answer.lower() for each in expected) / len(expected)
 
 
-def chat_frame(tokenizer: Any) -> tuple[str, str]:
+def chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     """What a chat template puts before and behind what the user says."""
     if not getattr(tokenizer, "chat_template", None):
         raise UserError("the tokenizer has no chat template: ask without one")

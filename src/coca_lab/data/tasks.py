@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from coca_attention.errors import UserError
 
@@ -47,7 +48,7 @@ class Prompt:
     """What the tokenizer turns into the ids, if they come from one text."""
 
 
-def encoder(tokenizer: Any) -> Encode:
+def encoder(tokenizer: PreTrainedTokenizerBase) -> Encode:
     """A function from text to token ids without special tokens, with a cache."""
 
     @lru_cache(maxsize=64)
@@ -57,7 +58,7 @@ def encoder(tokenizer: Any) -> Encode:
     return encode
 
 
-def leading_special_tokens(tokenizer: Any) -> list[int]:
+def leading_special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokens that the tokenizer puts before every text, such as beginning of sequence."""
     ids = tokenizer("a")["input_ids"]
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
@@ -67,7 +68,7 @@ def leading_special_tokens(tokenizer: Any) -> list[int]:
     return []
 
 
-def check_reproduced(tokenizer: Any, expected: Sequence[str]) -> None:
+def check_reproduced(tokenizer: PreTrainedTokenizerBase, expected: Sequence[str]) -> None:
     """Raise UserError if encoding and decoding changes more of what is expected than its case."""
     text = " ".join(expected)
     written = str(tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]))
@@ -107,7 +108,7 @@ def passkey_text(
 
 
 def ask_for_passkeys(
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     length: int,
     indices: Sequence[int],
     *,
@@ -221,7 +222,7 @@ def recall_block(
     return block, is_answer
 
 
-def recall_vocabulary(tokenizer: Any) -> list[int]:
+def recall_vocabulary(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens of recall texts: all but the special ones."""
     special = set(tokenizer.all_special_ids)
     return [index for index in range(len(tokenizer)) if index not in special]

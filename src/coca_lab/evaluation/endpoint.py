@@ -11,6 +11,8 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+from transformers import PreTrainedTokenizerBase
+
 from coca_attention.errors import UserError
 from coca_lab.data.tasks import Prompt, leading_special_tokens
 
@@ -44,7 +46,9 @@ class Endpoint:
         if not self.url.startswith(("http://", "https://")):
             raise UserError(f"{self.url}: expected an address such as http://127.0.0.1:8000/v1")
 
-    def answers(self, tokenizer: Any, prompts: Sequence[Prompt], most: int) -> list[str]:
+    def answers(
+        self, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], most: int
+    ) -> list[str]:
         """Greedy continuations of at most so many tokens.
 
         Raises:
@@ -54,7 +58,7 @@ class Endpoint:
         with ThreadPoolExecutor(self.requests) as pool:
             return [*pool.map(lambda prompt: self._answer(tokenizer, prompt, most), prompts)]
 
-    def _answer(self, tokenizer: Any, prompt: Prompt, most: int) -> str:
+    def _answer(self, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, most: int) -> str:
         said = self._ask(
             {
                 "model": self.model,
@@ -76,7 +80,7 @@ class Endpoint:
             )
         return text
 
-    def _ask(self, body: dict[str, Any]) -> Any:
+    def _ask(self, body: dict[str, object]) -> Any:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
@@ -105,7 +109,7 @@ class Endpoint:
         return UserError(f"{self.url} ({self.model}): {problem}")
 
 
-def as_sent(tokenizer: Any, prompt: Prompt) -> str | list[int]:
+def as_sent(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str | list[int]:
     """The text that the tokenizer turns into exactly the tokens of a prompt, else their ids."""
     # Not every server takes ids. To a text, servers add special tokens as the tokenizer does.
     special = len(leading_special_tokens(tokenizer))

@@ -7,7 +7,7 @@ numbers are asked for from its cache.
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -104,26 +104,25 @@ class Candidate:
         """
         if self.method == "dynamic":  # what it computes depends on how long the text is
             return [[n] for n in lengths if n > self.length]
-        same = self.max_distance == self.length
+        same = (self.max_distance or 0) >= self.length
         return [[n for n in lengths if n > self.length or not same]]
 
-    def loaded(self, model: Model) -> PreTrainedModel:
-        """The model with its weights; loaded again if it was converted, which is for good."""
+    @contextmanager
+    def applied(self, model: Model) -> Iterator[PreTrainedModel]:
+        """The model with its weights, as the method has it."""
+        # One whose distances are limited stays converted, so that others need new weights.
         if self.method != "limited" and type(model.loaded()) is not type(model.module):
             free_weights()
-        return model.loaded()
-
-    @contextmanager
-    def applied(self, module: PreTrainedModel) -> Iterator[None]:
-        """The model as the method has it; one whose distances are limited stays converted."""
+        module = model.loaded()
         if self.method == "limited":
             if not hasattr(module.config.get_text_config(), "coca_form"):
                 convert(module, "rope", length=self.length)
             rope_parameters(module.config.get_text_config())["max_distance"] = self.max_distance
-        lengths = {"length": self.length, "to": self.to}
-        stays = self.method in ("base", "limited")
-        with nullcontext() if stays else extended(module, self.method, **lengths):
-            yield
+        if self.method in ("base", "limited"):
+            yield module
+            return
+        with extended(module, self.method, length=self.length, to=self.to):
+            yield module
 
 
 @dataclass(frozen=True)
@@ -135,32 +134,25 @@ class MarkedReading:
     text: MarkedText
     lengths: Sequence[int]
     scored: int
-    last: int = 0
-    """Tokens to read before a single length, where nothing is asked for; by default all."""
 
     @property
     def item(self) -> Item:
         """The work, whose value has scores and what is found by length, and what it cost."""
-        text, candidate, read = self.text, self.candidate, self.last
-        read = read or text.stops[max(self.lengths)]
+        text, read = self.text, self.text.stops[max(self.lengths)]
         about = [text.ids.tolist(), text.hidden.tolist(), [*text.questions.items()]]
-        asked = [fingerprint(about), [*self.lengths], self.scored, self.last]
-        code = code_fingerprint(read_marked)
-        key = ["extend", code, self.model.identity, asdict(candidate), *asked]
-        label = f"{candidate.label}, {read:,} tokens of {text.id}"
+        asked = [asdict(self.candidate), fingerprint(about), [*self.lengths], self.scored]
+        key = ["extend", code_fingerprint(read_marked), self.model.identity, *asked]
+        label = f"{self.candidate.label}, {read:,} tokens of {text.id}"
         return Item([key], self._measure, [None], read, label)
 
     def _measure(self, _: list[None]) -> list[Cell]:
-        module, text = self.candidate.loaded(self.model), self.text
-        with self.candidate.applied(module):
-            scored = self.scored, self.last
-            cache, scores, cost = read_marked(module, text, self.lengths, *scored)
-            found = {
-                n: ask_for_numbers(module, self.model.tokenizer, text, n, cache)
-                for n in ([] if self.last else reversed(self.lengths))
-            }
+        text, tokenizer, found = self.text, self.model.tokenizer, dict[int, list[bool]]()
+        with self.candidate.applied(self.model) as module:
+            cache, scores, cost = read_marked(module, text, self.lengths, self.scored)
+            for n in reversed(self.lengths):
+                found[n] = ask_for_numbers(module, tokenizer, text, n, cache)
         named = zip(self.lengths, scores, strict=True)
-        return [{"scores": [{**score, "found": found.get(n, [])} for n, score in named], **cost}]
+        return [{"scores": [{**score, "found": found[n]} for n, score in named], **cost}]
 
 
 @dataclass(frozen=True)
@@ -324,7 +316,7 @@ def check_extensions(
     texts = hide_numbers(documents, model.tokenizer, lengths, settings.check_numbers)
     base, scored = candidates[0], min(SCORED, texts[0].stops[lengths[0]] // 4)
     last = [
-        MarkedReading(model, base, text, [n], scored, text.stops[length])
+        MarkedReading(model, base, text.last(n, text.stops[length]), [n], scored)
         for text in texts
         for n in lengths
         if n > length

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
 
 import numpy as np
@@ -52,11 +52,12 @@ class MarkedText:
         """The last tokens of the document that are read for a length: their indices."""
         return torch.nonzero(~self.hidden[: self.stops[length]])[-most:, 0]
 
-    def last(self, length: int, tokens: int) -> Tensor:
-        """So many tokens that end where those do that are read for a length."""
-        stop = self.stops[length]
-        first = stop - tokens + len(self.leading)
-        return torch.cat((self.ids[: len(self.leading)], self.ids[first:stop]))
+    def last(self, length: int, tokens: int) -> "MarkedText":
+        """The last so many tokens that are read for a length, and nothing to ask for."""
+        stop, kept = self.stops[length], len(self.leading)
+        parts = slice(kept), slice(stop - tokens + kept, stop)
+        ids, hidden = (torch.cat([x[part] for part in parts]) for x in (self.ids, self.hidden))
+        return replace(self, ids=ids, hidden=hidden, stops={length: tokens}, questions={length: []})
 
 
 def hide_numbers(
@@ -120,7 +121,7 @@ def _question(encode: Encode, line: str) -> tuple[list[int], int]:
 
 @torch.no_grad()  # and not inference mode: what a model keeps may be used in training next
 def read_marked(
-    module: PreTrainedModel, text: MarkedText, lengths: Sequence[int], scored: int, last: int = 0
+    module: PreTrainedModel, text: MarkedText, lengths: Sequence[int], scored: int
 ) -> tuple[DynamicCache, list[Cell], Cell]:
     """Read a text up to the largest of some lengths.
 
@@ -129,7 +130,6 @@ def read_marked(
         text: The text.
         lengths: Where to score, in tokens.
         scored: Tokens to score at each, but for what is hidden.
-        last: How many tokens to read before a single length; by default all.
 
     Returns:
         The cache of what is read; nats (None if they overflow) and tokens that are scored by
@@ -142,8 +142,6 @@ def read_marked(
     targets = [text.targets(length, scored) for length in lengths]
     ids, ends = text.ids[: text.stops[max(lengths)]], [len(each) for each in targets]
     places, answers = torch.cat(targets) - 1, text.ids[torch.cat(targets)]
-    if last:
-        ids, places = text.last(lengths[0], last), places - text.stops[lengths[0]] + last
     device, cache, logits = module.device, DynamicCache(), list[Tensor]()
     inputs = {"input_ids": ids[None].to(device), "logits_to_keep": places.to(device), CACHE: cache}
     started = time.perf_counter()

@@ -58,7 +58,7 @@ class Model:
     texts: dict[str, Any] = field(default_factory=dict, repr=False)
     endpoint: Endpoint | None = None
 
-    def __reduce__(self) -> str | tuple[Any, ...]:
+    def __reduce__(self) -> str | tuple[object, ...]:
         if not self.path:
             return super().__reduce__()
         return open_model, (self.path, self.name, self.dtype, self.device, self.identity)

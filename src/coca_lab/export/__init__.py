@@ -17,6 +17,7 @@ from transformers import (
     Cohere2ForCausalLM,
     GraniteSWAConfig,
     GraniteSWAForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 
@@ -54,7 +55,7 @@ def as_native(model: PreTrainedModel) -> Native:
     """The model of a stock class that computes the same; UserError names what none can compute."""
     if isinstance(model, Native):
         return model
-    config: Any = model.config
+    config: PreTrainedConfig = model.config
     _check_supported(model)
     base = rope_parameters(config)["rope_theta"]
     kinds = layer_types(config)
@@ -65,7 +66,7 @@ def as_native(model: PreTrainedModel) -> Native:
         "sliding_window", "bos_token_id", "eos_token_id", "pad_token_id",
     )  # fmt: skip
     # `head_dim` is read by the model, but no declared field of the configuration.
-    same: dict[str, Any] = {name: getattr(config, name) for name in names}
+    same: dict[str, object] = {name: getattr(config, name) for name in names}
     same["head_dim"] = head_width(config)
     # Made in the dtype, not turned into it, which would round the frequencies of rotations.
     native: Any = GraniteSWAForCausalLM._from_config(
@@ -88,7 +89,7 @@ def as_native(model: PreTrainedModel) -> Native:
 
 
 def _check_supported(model: PreTrainedModel) -> None:
-    config: Any = model.config
+    config: PreTrainedConfig = model.config
     if not isinstance(model, CoCALlamaForCausalLM) or set(layer_types(config)) != {LOCAL, GLOBAL}:
         raise UserError(
             f"only a GraniteSWA, a Cohere2, or a Llama with local and global layers (model.layers: "
@@ -148,7 +149,7 @@ def export_native(
         check_tokenizer(source)
     model = load_model(source, dtype=dtype, device="cpu")
     native = as_native(model)
-    config: Any = native.config
+    config: PreTrainedConfig = native.config
     length: int = config.max_position_embeddings
     if gguf:
         check_settings(config)
@@ -165,7 +166,7 @@ def export_native(
         file = folder / f"{target.name}.gguf"
         if gguf:
             write_gguf(native, source, file)
-        written: Any = load_model(folder, dtype="float32", device="cpu")
+        written = load_model(folder, dtype="float32", device="cpu")
         tokens = min(length, 2 * config.sliding_window, READ)
         ids = some_tokens(written, batch=1, length=tokens)
         _check_difference("the folder", _error(written, exact, ids), ROUND_OFF)
@@ -180,7 +181,9 @@ def _error(written: PreTrainedModel, model: PreTrainedModel, ids: Tensor) -> flo
     return difference(ours, theirs)
 
 
-def _error_in_llama_cpp(file: Path, source: str | Path, model: Any, ids: Tensor) -> float:
+def _error_in_llama_cpp(
+    file: Path, source: str | Path, model: PreTrainedModel, ids: Tensor
+) -> float:
     letter, errors = load_tokenizer(source)("a").input_ids[-1], []
     server = serve(file, ids.shape[1] + 1)
     for length in (ids.shape[1] // 3 + 1, ids.shape[1]):
@@ -203,7 +206,7 @@ def _check_difference(what: str, error: float, bound: float) -> None:
 
 
 def _card_sections(
-    name: str, config: Any, length: int, context: int | None, gguf: bool
+    name: str, config: PreTrainedConfig, length: int, context: int | None, gguf: bool
 ) -> dict[str, str]:
     """What the model card says besides the facts of every card, in Markdown by heading."""
     text = (

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from coca_attention.errors import UserError, install
 from coca_attention.models.configuration import LOCAL
@@ -26,7 +26,7 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # token types
 def write_gguf(model: PreTrainedModel, source: str | Path, path: Path) -> None:
     """Write a model and its tokenizer: matrices in the model's dtype, vectors in float32."""
     gguf = _package()
-    config: Any = model.config
+    config: PreTrainedConfig = model.config
     writer = gguf.GGUFWriter(path, config.model_type)  # llama.cpp has Transformers' names
     writer.add_name(path.stem)
     _add_settings(writer, config)
@@ -38,7 +38,7 @@ def write_gguf(model: PreTrainedModel, source: str | Path, path: Path) -> None:
     writer.close()
 
 
-def check_settings(config: Any) -> None:
+def check_settings(config: PreTrainedConfig) -> None:
     """Raise UserError if llama.cpp computes, or loads, something else than a model has."""
     reasons = {
         f"hidden_act {config.hidden_act!r} (only silu)": config.hidden_act != "silu",
@@ -79,7 +79,7 @@ def _package() -> Any:
         raise UserError(f"--gguf needs the package gguf: {install('gguf')}") from error
 
 
-def _add_settings(writer: Any, config: Any) -> None:
+def _add_settings(writer: Any, config: PreTrainedConfig) -> None:
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -111,7 +111,7 @@ def _add_settings(writer: Any, config: Any) -> None:
 
 
 def _add_tensors(gguf: Any, writer: Any, model: PreTrainedModel) -> None:
-    config: Any = model.config
+    config: PreTrainedConfig = model.config
     types = gguf.GGMLQuantizationType
     kind_of = {torch.float32: types.F32, torch.float16: types.F16, torch.bfloat16: types.BF16}
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -141,7 +141,7 @@ def _interleaved(weight: Tensor, heads: int) -> Tensor:
 
 def _add_tokenizer(writer: Any, source: str | Path, entries: int) -> None:
     """Add the tokenizer, with unused tokens up to the number of the model's embeddings."""
-    tokenizer: Any = load_tokenizer(source)
+    tokenizer: PreTrainedTokenizerBase = load_tokenizer(source)
     pre_tokenizer, state = _pre_tokenizer(tokenizer), _state(tokenizer)
     known = {i: (name, NORMAL) for name, i in state["model"]["vocab"].items()}
     for added in state["added_tokens"]:
@@ -164,12 +164,12 @@ def _add_tokenizer(writer: Any, source: str | Path, entries: int) -> None:
         writer.add_chat_template(tokenizer.chat_template)
 
 
-def _state(tokenizer: Any) -> dict[str, Any]:
+def _state(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return {} if backend is None else json.loads(backend.to_str())
 
 
-def _pre_tokenizer(tokenizer: Any) -> str:
+def _pre_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     """llama.cpp's name for how a tokenizer splits text; UserError if it is of another kind."""
     state = _state(tokenizer)
     model = state.get("model", {})

@@ -17,6 +17,7 @@ from coca_lab.data.ruler import NEEDLE, draw_distinct
 from coca_lab.evaluation import extension, marked
 from coca_lab.evaluation.extension import Candidate, ExtensionCheck, Measured
 from coca_lab.evaluation.marked import ask_for_numbers, hide_numbers, read_marked
+from coca_lab.evaluation.task import Model
 from coca_lab.evaluation.windows import TokenDocument
 from coca_lab.generation import greedy_answers
 from coca_lab.intervals import DocumentScore
@@ -158,7 +159,7 @@ def test_one_reading_measures_as_a_reading_for_every_length(method, source, monk
     model, found = AutoModelForCausalLM.from_pretrained(source).eval(), []
     monkeypatch.setattr(marked, "is_hit", lambda answer, number: found.append(answer))
     limit = 40 if method == "limited" else None
-    with Candidate(method, limit, 160, 320).applied(model):
+    with Candidate(method, limit, 160, 320).applied(Model(model, tokenizer)):
         cache, scores, _ = read_marked(model, text, [160, 320], 30)
         for length, score in zip((320, 160), reversed(scores), strict=True):
             stop, (question, number) = text.stops[length], text.questions[length][0]
@@ -175,7 +176,7 @@ def test_one_reading_measures_as_a_reading_for_every_length(method, source, monk
 def test_the_last_tokens_are_read_without_those_before(source):
     _, _, text = marked_text(source)
     model = AutoModelForCausalLM.from_pretrained(source).eval()
-    _, (score,), _ = read_marked(model, text, [320], 30, last=100)
+    _, (score,), _ = read_marked(model, text.last(320, 100), [320], 30)
     stop = text.stops[320]
     nats = -logits(model, text.ids[None, stop - 100 : stop])[0].log_softmax(-1)
     targets = [i for i in range(stop) if not text.hidden[i]][-30:]
