@@ -3,7 +3,7 @@
     python scripts/reference.py   # after a change of a public docstring, an option or a field
 
 Of a package all names of ``__all__``, with signature, description, arguments and example; of the
-commands all options; of a recipe all fields.
+commands all options, of which those of training are the fields of a recipe.
 """
 
 import importlib
@@ -12,16 +12,13 @@ import re
 from argparse import SUPPRESS, Action, ArgumentParser
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
-from types import ModuleType, NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from types import ModuleType
 from unittest.mock import patch
 
-from coca_lab.arguments import field_docs
 from coca_lab.cli import COMMANDS, Command, load
+from coca_lab.cli.console import EVERYTHING
 from coca_lab.cli.evaluation import task_commands
-from coca_lab.recipe import Recipe
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 PAGES = {
@@ -36,18 +33,15 @@ PAGES = {
     "report": "coca_lab.report",
 }
 HEADINGS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Example", "Examples")
-SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-UNLIMITED = 2**40  # stands for no upper limit
+MARK = "<!-- commands -->\n"
+"""Behind it stands what is made of the page of commands."""
 
 
 def pages() -> dict[str, str]:
     """The text of every page that is made, by its name."""
     made = {name: package_page(path) for name, path in PAGES.items()}
-    for name, make in MADE.items():
-        text = (FOLDER / f"{name}.md").read_text(encoding="utf-8")
-        mark = f"<!-- {name} -->\n"
-        made[name] = text.partition(mark)[0] + mark + "\n" + make().strip() + "\n"
-    return made
+    text = (FOLDER / "commands.md").read_text(encoding="utf-8")
+    return {**made, "commands": f"{text.partition(MARK)[0]}{MARK}\n{commands().strip()}\n"}
 
 
 def package_page(path: str) -> str:
@@ -160,14 +154,15 @@ def commands() -> str:
             for task, command in task_commands().items():
                 parts.append(f"### coca eval {task}\n\n{_options(command)}")
         else:
-            parts.append(f"## coca {name}\n\n{_options(load(name))}")
+            every = EVERYTHING if name == "train" else "--help"
+            parts.append(f"## coca {name}\n\n{_options(load(name), every)}")
     return "\n\n".join(parts)
 
 
-def _options(command: Command) -> str:
+def _options(command: Command, word: str = "--help") -> str:
     """What the help of a command says, from the parser that would print it."""
     with patch.object(ArgumentParser, "print_help", autospec=True) as help, suppress(SystemExit):
-        command(["--help"])
+        command([word])
     parser = help.call_args.args[0]
     parts = [f"```text\n{parser.usage}\n```", _plain(parser.description)]
     for group in parser._action_groups:
@@ -180,58 +175,6 @@ def _option(action: Action) -> str:
     value = action.dest.upper() if action.metavar is None else action.metavar
     text = "" if action.help in (None, SUPPRESS) else action.help.replace("%%", "%")
     return f"- `{' '.join([*action.option_strings, str(value)]).strip()}`: {_plain(text)}"
-
-
-def recipe() -> str:
-    """A section per section of a recipe: its fields with type, default and meaning."""
-    docs, types = field_docs(Recipe), get_type_hints(Recipe)
-    parts = []
-    for section in fields(Recipe):
-        (theclass,) = get_args(types[section.name]) or [types[section.name]]
-        parts += [
-            f"## {section.name}",
-            _plain(docs[section.name]),
-            *_fields(section.name, theclass),
-        ]
-    return "\n\n".join(parts)
-
-
-def _fields(prefix: str, theclass: type) -> list[str]:
-    """The list of a dataclass's fields, then those of the dataclasses that it holds by name."""
-    docs, types = field_docs(theclass), get_type_hints(theclass, include_extras=True)
-    lines, nested = [], []
-    for item in fields(theclass):
-        kind = types[item.name]
-        for one in filter(is_dataclass, get_args(kind)):
-            name = f"{prefix}.{item.name}.NAME"
-            nested += [f"### {name}", *_fields(name, one)]
-        default = item.default_factory() if item.default_factory is not MISSING else item.default
-        value = _type(kind)
-        if default is not MISSING and default not in (None, ""):
-            value += f", default {str(default).lower() if isinstance(default, bool) else default}"
-        lines.append(f"- `{item.name}` ({_plain(value)}): {_plain(docs[item.name])}")
-    return ["\n".join(lines), *nested]
-
-
-def _type(kind: Any) -> str:
-    """A type as documentation has it: ``int ≥ 1``, ``a, b or c``."""
-    inner = get_args(kind)
-    if get_origin(kind) is Annotated:
-        rules = [asdict(one) for one in inner[1].metadata if is_dataclass(one)]
-        found = [pair for rule in rules for pair in rule.items()]
-        limits = [f"{SIGNS[k]} {v:,}" for k, v in found if k in SIGNS and v != UNLIMITED]
-        return " ".join([_type(inner[0]), " and ".join(limits)]).strip()
-    if get_origin(kind) in (Union, UnionType):
-        return " or ".join(_type(one) for one in inner if one is not NoneType)
-    if get_origin(kind) is Literal:
-        return " | ".join(map(str, inner))
-    if inner:
-        return f"{kind.__name__}[{', '.join(map(_type, inner))}]"
-    return kind.__name__
-
-
-MADE = {"commands": commands, "recipe": recipe}
-"""Pages whose text ends with a mark, behind which stands what is made."""
 
 
 def main() -> None:

@@ -48,7 +48,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "info": ("look", "Print versions and hardware, or the configuration of a model."),
     },
 }
-"""By group and name: the module here whose function ``run_NAME`` it is, and a line of help."""
+"""By group and name: the module here whose function ``NAME_command`` it is, and a line of help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,7 +120,7 @@ def _run(words: list[str]) -> None:
 def load(name: str) -> Command:
     """The function of a command."""
     (module,) = {table[name][0] for table in COMMANDS.values() if name in table}
-    return getattr(import_module(f"coca_lab.cli.{module}"), f"run_{name}")
+    return getattr(import_module(f"coca_lab.cli.{module}"), f"{name}_command")
 
 
 def choose(program: str, words: list[str], groups: Mapping[str, Mapping[str, str]]) -> str | None:

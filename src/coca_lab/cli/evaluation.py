@@ -61,7 +61,7 @@ def task_commands() -> dict[str, Command]:
     return {name: task_command(task, "coca eval") for name, task in TASKS.items()}
 
 
-def run_eval(words: list[str]) -> None:
+def eval_command(words: list[str]) -> None:
     """Evaluate a model on one task; coca study does so for many."""
     commands = task_commands()
     lines = {name: (run.__doc__ or "").splitlines()[0] for name, run in commands.items()}
@@ -112,15 +112,15 @@ def _print_results(cells: list[Cell], path: Path) -> None:
     print(f"Results: {path}")
 
 
-run_analyze = task_command(ANALYSIS, "coca")
+analyze_command = task_command(ANALYSIS, "coca")
 
 
-def run_study(words: list[str]) -> None:
+def study_command(words: list[str]) -> None:
     """Train or load models, evaluate them alike and draw a page; resumes when run again."""
     usage = "coca study NAME|STUDY.yaml [--workers N] [--ray [ADDRESS]] [--training.steps 100 …]"
     options = {**RAY, "--workers": {"type": int, "help": WORKERS}}
     name, overrides, chosen = parse_file(
-        words, run_study, studies.study_parser, "study", usage, options=options
+        words, study_command, studies.study_parser, "study", usage, options=options
     )
     study = studies.load_study(name, overrides)
     with ProgressBar() as advance:

@@ -52,11 +52,11 @@ class GenerateSettings(PlacedSettings):
             raise UserError("top_p and top_k are for draws: set --temperature, for example to 1")
 
 
-def run_generate(words: list[str]) -> None:
+def generate_command(words: list[str]) -> None:
     """Continue a prompt with a Transformers causal language model."""
     positionals = ["model", "prompt"]
     path, prompt, settings = parse(
-        "coca generate", run_generate, words, [GenerateSettings], positionals
+        "coca generate", generate_command, words, [GenerateSettings], positionals
     )
     if prompt == "-":
         if isinstance(sys.stdin, io.TextIOWrapper):

@@ -25,16 +25,16 @@ class ReportSettings:
     """Also show the paper's figures."""
 
 
-def run_report(words: list[str]) -> None:
+def report_command(words: list[str]) -> None:
     """Turn result files, or folders of runs and studies, into one self-contained page."""
-    paths, settings = parse("coca report", run_report, words, [ReportSettings], ["results+"])
+    paths, settings = parse("coca report", report_command, words, [ReportSettings], ["results+"])
     page = write_report(paths, **vars(settings))
     print(f"Report: {page}")
 
 
-def run_info(words: list[str]) -> None:
+def info_command(words: list[str]) -> None:
     """Print versions and hardware of this machine, or the configuration of a model."""
-    (path,) = parse("coca info", run_info, words, [], ["model?"])
+    (path,) = parse("coca info", info_command, words, [], ["model?"])
     rows = _model(path) if path else _machine()
     width = max(len(name) for name, _ in rows)
     for name, text in rows:

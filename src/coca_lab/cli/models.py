@@ -48,10 +48,10 @@ class FolderSettings:
     """Precision of the weights; auto keeps it."""
 
 
-def run_convert(words: list[str]) -> None:
+def convert_command(words: list[str]) -> None:
     """Turn a vanilla model's folder into the CoCA model of its family, to be trained on."""
     path, target, wanted, folder = parse(
-        "coca convert", run_convert, words, [Conversion, FolderSettings], ["model", "target"]
+        "coca convert", convert_command, words, [Conversion, FolderSettings], ["model", "target"]
     )
     if not folder.from_original and not any(re.match("--form(=|$)", word) for word in words):
         raise UserError(
@@ -97,10 +97,10 @@ class ExtendSettings:
     """Precision of the weights, to measure and to write; auto keeps it."""
 
 
-def run_extend(words: list[str]) -> None:
+def extend_command(words: list[str]) -> None:
     """Let a model read longer texts, without training, by the method that its text shows best."""
     path, target, wanted, check = parse(
-        "coca extend", run_extend, words, [ExtendSettings, CheckSettings], ["model", "target"]
+        "coca extend", extend_command, words, [ExtendSettings, CheckSettings], ["model", "target"]
     )
     new_folder(path, target)
     if wanted.max_distance and wanted.method not in ("auto", "limited"):
@@ -176,10 +176,10 @@ class ExportSettings:
     """Precision of the weights; auto keeps it."""
 
 
-def run_export(words: list[str]) -> None:
+def export_command(words: list[str]) -> None:
     """Write a model with layers with roles as Transformers' own class, for other engines."""
     path, target, wanted = parse(
-        "coca export", run_export, words, [ExportSettings], ["model", "target"]
+        "coca export", export_command, words, [ExportSettings], ["model", "target"]
     )
     model = export_native(path, target, **vars(wanted))
     print(f"{target}: {model.config.model_type}, {model.num_parameters():,} parameters")

@@ -22,9 +22,9 @@ NAMES = 29
 """Columns for the names in the list."""
 
 
-def run_recipes(words: list[str]) -> None:
+def recipes_command(words: list[str]) -> None:
     """List the project's recipes and studies, or print one to change it."""
-    (name,) = parse("coca recipes", run_recipes, words, [], ["recipe?"])
+    (name,) = parse("coca recipes", recipes_command, words, [], ["recipe?"])
     if name is None:
         width = shutil.get_terminal_size().columns
         for kind, folder in FILE_KINDS.items():
@@ -48,10 +48,12 @@ def purpose(path: Path) -> str:
     return first_sentence(" ".join(line.lstrip("# ") for line in lines if line.startswith("#")))
 
 
-def run_train(words: list[str]) -> None:
+def train_command(words: list[str]) -> None:
     """Train a model from a recipe (YAML); resumes when run again."""
     usage = "coca train RECIPE.yaml [--training.steps 100 …]"
-    recipe, overrides, chosen = parse_file(words, run_train, recipe_parser, "recipe", usage, SHOWN)
+    recipe, overrides, chosen = parse_file(
+        words, train_command, recipe_parser, "recipe", usage, SHOWN
+    )
     folder = chosen.output
     settings = load_recipe(recipe, overrides)
     # Takes longer to import than the help takes to print.

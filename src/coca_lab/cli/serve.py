@@ -49,9 +49,9 @@ class ServeSettings:
     """Seed of the draws."""
 
 
-def run_serve(words: list[str]) -> None:
+def serve_command(words: list[str]) -> None:
     """Serve a model over HTTP, with the interface of OpenAI's, by Transformers' server."""
-    path, settings = parse("coca serve", run_serve, words, [ServeSettings], ["model"])
+    path, settings = parse("coca serve", serve_command, words, [ServeSettings], ["model"])
     if not is_serve_available():
         raise UserError(f"the server's packages are not installed: {install('serve')}")
     import uvicorn  # an optional package
@@ -71,7 +71,6 @@ def run_serve(words: list[str]) -> None:
 
 def make_app(path: str, context: int, settings: ServeSettings) -> Any:
     """Transformers' application for one model, which answers 400 with the reason."""
-    from fastapi.responses import JSONResponse
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
     from transformers.cli.serving.completion import CompletionHandler
     from transformers.cli.serving.model_manager import ModelManager
@@ -114,12 +113,19 @@ def make_app(path: str, context: int, settings: ServeSettings) -> Any:
         generation_state=state,
     )
 
-    async def refuse(_: object, error: Exception) -> Any:
+    _refuse_with_reasons(app, OTHER_BYTES + BYTES_PER_TOKEN * context)
+    return app
+
+
+def _refuse_with_reasons(app: Any, most: int) -> None:
+    """Let an application answer 400 to errors, and nothing that is longer than so many bytes."""
+    from fastapi.responses import JSONResponse
+
+    async def refuse(_: object, error: Exception) -> JSONResponse:
         return JSONResponse({"error": " ".join(str(error).split())}, status_code=400)
 
     for kind in (ValueError, TypeError, KeyError):  # no chat template, for one
         app.add_exception_handler(kind, refuse)
-    most = OTHER_BYTES + BYTES_PER_TOKEN * context
 
     @app.middleware("http")
     async def bound(request: Any, answer: Any) -> Any:
@@ -134,8 +140,6 @@ def make_app(path: str, context: int, settings: ServeSettings) -> Any:
         async for _ in request.stream():  # a client hears no answer while it sends
             pass
         return JSONResponse({"error": error}, status_code=code)
-
-    return app
 
 
 class _Bounded:

@@ -40,9 +40,9 @@ BadLines = Literal["error", "skip"]
 TOKENS = ".npy"
 """Ending of a file of token ids, which training reads in place of text."""
 
-RECORDS = (".jsonl", ".ndjson", ".json")
+RECORD_FILES = (".jsonl", ".ndjson", ".json")
 """Endings of files with a record in each line, or, the last, with a list of records."""
-KNOWN = (".txt", *RECORDS, ".parquet")
+KNOWN = (".txt", *RECORD_FILES, ".parquet")
 PACKED = {".gz": "gzip", ".xz": "xz", ".zst": "zstd"}
 NAMED = 5
 """Files that a message names."""
@@ -193,7 +193,7 @@ def _file_documents(path: Path, text_field: str, bad_lines: BadLines) -> Iterato
     kind, _ = _kind(path)
     if kind == TOKENS:
         raise DataError(f"{path}: has token ids, which training alone reads")
-    if kind in (*RECORDS, ".parquet"):
+    if kind in (*RECORD_FILES, ".parquet"):
         rows = _parquet_rows(path, text_field) if kind == ".parquet" else _json_rows(path)
         yield from _records(path, rows, text_field, bad_lines)
         return

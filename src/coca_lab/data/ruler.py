@@ -87,7 +87,7 @@ class Needles(NamedTuple):
     value: Literal["numbers", "uuids"] = "numbers"
 
 
-NEEDLES: dict[str, Needles] = {
+NEEDLE_TASKS: dict[str, Needles] = {
     "niah_single_1": Needles("noise"),
     "niah_single_2": Needles("text"),
     "niah_single_3": Needles("text", value="uuids"),
@@ -162,7 +162,7 @@ def ask_for_ruler(
             draft = _draft(task, length, drawn, encode, filler)
             check_reproduced(tokenizer, draft.expected)
             before, after = opening + draft.before, draft.after + closing + draft.prefix
-            text, ids = fit(encode, draft, before, after, length - ANSWER_TOKENS[task])
+            text, ids = fit_haystack(encode, draft, before, after, length - ANSWER_TOKENS[task])
         prompts.append(Prompt(ids, {"index": index, "expected": draft.expected}, text))
     return prompts
 
@@ -185,7 +185,7 @@ def chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     return opening, closing
 
 
-def fit(
+def fit_haystack(
     encode: Encode, draft: Draft, before: str, after: str, tokens: int
 ) -> tuple[str, list[int]]:
     """The text with as much haystack as makes exactly so many tokens, and its ids."""
@@ -243,8 +243,8 @@ def _rests(encode: Encode, draft: Draft, before: str, units: int, tokens: int) -
 def _draft(task: str, length: int, drawn: list[int], encode: Encode, filler: str) -> Draft:
     """The draft of a prompt; what it draws depends on ``drawn`` alone."""
     generator = np.random.default_rng(drawn)
-    if task in NEEDLES:
-        return needles(NEEDLES[task], generator, filler)
+    if task in NEEDLE_TASKS:
+        return needles(NEEDLE_TASKS[task], generator, filler)
     if task == "vt":
         return variable_tracking(generator, encode)
     if task == "cwe":

@@ -30,7 +30,7 @@ FILLER = (
 )
 KEY_LINE = "The passkey is {key}. Remeber it. {key} is the passkey.\n"  # spelt as in the paper
 PASSKEY_QUESTION = "What is the passkey?"
-ANSWER = " The passkey is {key}."
+PASSKEY_ANSWER = " The passkey is {key}."
 NUMBER = r"\d+"
 FEWEST_PAIRS, MOST_PAIRS = 4, 32
 """Pairs of a training text."""
@@ -135,7 +135,7 @@ def is_hit(answer: str, key: int) -> bool:
 
 def vocabulary_text() -> str:
     """Text to train a tokenizer on so that passkey texts take few tokens."""
-    text = PASSKEY_INTRODUCTION + FILLER + KEY_LINE + PASSKEY_QUESTION + ANSWER + "\n"
+    text = PASSKEY_INTRODUCTION + FILLER + KEY_LINE + PASSKEY_QUESTION + PASSKEY_ANSWER + "\n"
     return text.format(key=1234567890) * 1000
 
 
@@ -148,7 +148,7 @@ def passkey_block(encode: Encode, end: int, length: int, seed: Sequence[int]) ->
     block: list[int] = []
     while len(block) < length:
         key, depth = draw_key(generator)
-        answer = [*encode(ANSWER.format(key=key)), end]
+        answer = [*encode(PASSKEY_ANSWER.format(key=key)), end]
         parts = PASSKEY_INTRODUCTION, KEY_LINE.format(key=key), PASSKEY_QUESTION
         shortest, left = sum(len(encode(p)) for p in parts) + len(answer), length - len(block)
         if not block and left < shortest:

@@ -38,7 +38,7 @@ from coca_lab.intervals import perplexity as perplexity_of
 
 SHARES = (1.0, 0.5, 0.25)
 """The limits of distances that are tried, as shares of L."""
-SCORED = 1024
+SCORED_TOKENS = 1024
 """Tokens at the end of a text whose perplexity is measured, at most."""
 STOCK = "Transformers, vLLM, SGLang, llama.cpp"
 """Other engines compute no limited distances, and vLLM reads ``dynamic`` as another function."""
@@ -314,7 +314,7 @@ def check_extensions(
     source = TextSettings(settings.check, **same, **some, skip_short=True)
     documents = load_text(source, model.tokenizer, at_least=lengths[-1])
     texts = hide_numbers(documents, model.tokenizer, lengths, settings.check_numbers)
-    base, scored = candidates[0], min(SCORED, texts[0].stops[lengths[0]] // 4)
+    base, scored = candidates[0], min(SCORED_TOKENS, texts[0].stops[lengths[0]] // 4)
     last = [
         MarkedReading(model, base, text.last(n, text.stops[length]), [n], scored)
         for text in texts

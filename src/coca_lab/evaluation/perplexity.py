@@ -114,15 +114,6 @@ class PerplexitySettings(TextSettings, WindowSettings):
         check_text(self, self.tokens_needed)
 
 
-def read_text(model: Model, settings: PerplexitySettings) -> list[TokenDocument]:
-    """`load_text` for the largest window, once for a model, whatever the scaling."""
-    text = str(settings)
-    if text not in model.texts:
-        needed = settings.tokens_needed
-        model.texts[text] = load_text(settings, model.tokenizer, at_least=needed)
-    return model.texts[text]
-
-
 def check_text(settings: TextSettings, at_least: int) -> None:
     """Raise UserError unless the documents may have ``at_least`` tokens."""
     if settings.max_tokens is not None and settings.max_tokens < at_least:
@@ -180,7 +171,7 @@ def text_hash(documents: Sequence[TokenDocument]) -> str:
 
 
 @dataclass(frozen=True)
-class Reading:
+class WindowReading:
     """How the documents are read for one cell."""
 
     window: int
@@ -200,22 +191,23 @@ class Reading:
     """Hash of the documents."""
 
 
-def measure_windows(
-    model: Model,
-    documents: Sequence[TokenDocument],
-    settings: WindowSettings,
-    scaling: RotaryScaling,
+def measure_perplexity(
+    model: Model, settings: PerplexitySettings, scaling: RotaryScaling
 ) -> list[Measurement]:
-    """Perplexity of documents from `load_text` at every window size, and of ``attend_last``."""
+    """Perplexity of documents at every window size, and of ``attend_last``: a cell each."""
+    name, needed = str(settings), settings.tokens_needed
+    if name not in model.texts:  # read once for a model, whatever the scaling
+        model.texts[name] = load_text(settings, model.tokenizer, at_least=needed)
+    documents: list[TokenDocument] = model.texts[name]
     if settings.targets == "one-pass":
         # The last input of the only window predicts the token after it.
-        documents = [replace(d, tokens=d.tokens[: settings.tokens_needed]) for d in documents]
+        documents = [replace(d, tokens=d.tokens[:needed]) for d in documents]
     return [_measure_cell(model, each) for each in _readings(documents, settings, scaling)]
 
 
 def _readings(
     documents: Sequence[TokenDocument], settings: WindowSettings, scaling: RotaryScaling
-) -> list[Reading]:
+) -> list[WindowReading]:
     """How the documents are read for every cell."""
     windows, stride, positions = settings.windows, settings.step, settings.positions
     first = shared_first_target(windows, stride) if settings.targets == "shared" else 1
@@ -225,24 +217,26 @@ def _readings(
     rest = (repeats, settings, documents, text_hash(documents))
     if settings.targets == "one-pass":
         edges, longest = [0, *sorted(set(windows))], max(windows)
-        readings = [Reading(longest, longest, 1, scaling.facts, scaling, edges, *rest)]
+        readings = [WindowReading(longest, longest, 1, scaling.facts, scaling, edges, *rest)]
     else:
         readings = []
         for window in windows:
             edges = None
             if positions is not None:
                 edges = [round(window * i / positions) for i in range(positions + 1)]
-            readings.append(Reading(window, stride, first, scaling.facts, scaling, edges, *rest))
+            readings.append(
+                WindowReading(window, stride, first, scaling.facts, scaling, edges, *rest)
+            )
     last = settings.attend_last
     if last is not None:
         # With a stride of an eighth, every token has at least 7/8 of the window before it.
         step = min(max(1, last // 8), stride)
         scaled = {"scaling": ATTEND_LAST, "factor": None}
-        readings.append(Reading(last, step, first, scaled, RotaryScaling(), None, *rest))
+        readings.append(WindowReading(last, step, first, scaled, RotaryScaling(), None, *rest))
     return readings
 
 
-def _measure_cell(model: Model, reading: Reading) -> Measurement:
+def _measure_cell(model: Model, reading: WindowReading) -> Measurement:
     """The items of one cell, each of some windows, and the cell."""
     settings = reading.settings
     key = {
@@ -280,7 +274,7 @@ def _measure_cell(model: Model, reading: Reading) -> Measurement:
 
 
 def _tallies(
-    module: PreTrainedModel, reading: Reading, windows: Sequence[tuple[int, Window]]
+    module: PreTrainedModel, reading: WindowReading, windows: Sequence[tuple[int, Window]]
 ) -> Tally:
     """What some windows add to the figures of a cell."""
     documents, batch_tokens = reading.documents, reading.settings.batch_tokens
@@ -305,7 +299,7 @@ def _tallies(
     }
 
 
-def _figures(reading: Reading, tallies: Sequence[Tally]) -> Cell:
+def _figures(reading: WindowReading, tallies: Sequence[Tally]) -> Cell:
     """What a cell says about the tallies of all its windows."""
     documents = reading.documents
     counts = _added(tallies, "documents", len(documents))
@@ -361,15 +355,9 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _measure(
-    model: Model, settings: PerplexitySettings, scaling: RotaryScaling
-) -> list[Measurement]:
-    return measure_windows(model, read_text(model, settings), settings, scaling)
-
-
-TASK = Task(
+PERPLEXITY_TASK = Task(
     "perplexity",
     "Perplexity of a Transformers causal language model under sliding windows.",
     PerplexitySettings,
-    measure=_measure,
+    measure=measure_perplexity,
 )

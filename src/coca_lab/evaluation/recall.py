@@ -110,7 +110,7 @@ def _measure_cell(
     return Measurement([Item([key], work, [None], length * settings.samples, label)], cells)
 
 
-TASK = Task(
+RECALL_TASK = Task(
     "recall",
     "Associative recall: does a model know the values of the keys it has read?",
     RecallSettings,

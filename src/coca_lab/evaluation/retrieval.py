@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler
 from coca_lab.data import SourceSettings
 from coca_lab.data.ruler import (
     ANSWER_TOKENS,
-    NEEDLES,
+    NEEDLE_TASKS,
     NOISE,
     RULER_TASKS,
     RulerTask,
@@ -134,7 +134,7 @@ def _share_found(records: list[Cell]) -> Cell:
     return {"accuracy": hits / trials, "wilson95": wilson_interval(hits, trials)}
 
 
-PASSKEYS = Task(
+PASSKEY_TASK = Task(
     "passkey",
     "Passkey retrieval: does a model find five digits hidden in a long prompt?",
     PasskeySettings,
@@ -192,7 +192,7 @@ def measure_ruler(
 
 
 def _has_text(task: RulerTask) -> bool:
-    return task in NEEDLES and NEEDLES[task].haystack == "text"
+    return task in NEEDLE_TASKS and NEEDLE_TASKS[task].haystack == "text"
 
 
 def read_words(model: Model, source: SourceSettings, count: int) -> list[str]:
@@ -209,7 +209,7 @@ def _mean_score(records: list[Cell]) -> Cell:
     return {"score": fmean(scores), "wilson95": wilson_interval(sum(scores), len(scores))}
 
 
-RULER = Task(
+RULER_TASK = Task(
     "ruler",
     "RULER's synthetic tasks: needles, variable tracking, common and frequent words, at any length",
     RulerSettings,

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from coca_attention.errors import UserError
 from coca_lab.generation import naming_the_limit
-from coca_lab.intervals import DocumentScore
 
 
 @dataclass(frozen=True)
@@ -65,25 +64,6 @@ class TokenDocument:
 
     id: str
     tokens: Tensor
-
-
-def score_documents(
-    model: nn.Module,
-    documents: Sequence[TokenDocument],
-    *,
-    window: int,
-    stride: int,
-    first_target: int = 1,
-    batch_tokens: int = 8192,
-) -> list[DocumentScore]:
-    """Nats of every document under sliding windows, of the tokens from ``first_target`` on."""
-    nats, counts = [0.0] * len(documents), [0] * len(documents)
-    windows = windows_of([len(d.tokens) for d in documents], window, stride, first_target)
-    for index, each, scores in score_windows(model, documents, windows, batch_tokens):
-        nats[index] += scores.double().sum().item()
-        counts[index] += each.targets
-    ids = [document.id for document in documents]
-    return [*map(DocumentScore, ids, nats, counts)]
 
 
 def windows_of(

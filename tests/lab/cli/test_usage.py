@@ -114,7 +114,7 @@ def test_a_defect_and_an_interrupt_are_one_line_too(capsys, monkeypatch, error, 
     def broken(words):
         raise error
 
-    monkeypatch.setattr(evaluation, "run_study", broken)
+    monkeypatch.setattr(evaluation, "study_command", broken)
     ended, _, err = run(capsys, "study")
     assert ended == code and err.startswith(message) and err.count("\n") == 1
 

@@ -24,7 +24,7 @@ from coca_lab.data.ruler import (
     word_lists,
 )
 from coca_lab.evaluation import Model, RotaryScaling, evaluate
-from coca_lab.evaluation.retrieval import RULER, RulerSettings
+from coca_lab.evaluation.retrieval import RULER_TASK, RulerSettings
 from conftest import tiny_model
 
 CHATML = (
@@ -217,7 +217,7 @@ def test_a_reader_has_every_point_and_a_guess_none(tokenizers, text_folder, gues
     for model.task in RULER_TASKS:
         wanted = RulerSettings([3000], kinds=[model.task], samples=2, source=str(text_folder),
                                use_cache=False)  # fmt: skip
-        (cell,) = evaluate(RULER, Model(model, tokenizer), wanted)
+        (cell,) = evaluate(RULER_TASK, Model(model, tokenizer), wanted)
         assert (cell["task"], cell["kind"], cell["length"]) == ("ruler", model.task, 3000)
         assert cell["score"] == score, cell["samples"]
         assert [len(cell["samples"]), cell["samples"][0]["index"]] == [2, 0]
@@ -230,7 +230,7 @@ def test_a_prompt_does_not_depend_on_the_other_lengths(tokenizers, text_folder):
     model = Model(model, tokenizers["byte-level"])
     same = {"kinds": ["niah_multikey_1"], "samples": 1, "source": str(text_folder)}
     (alone,), both = (
-        [measured.items[0].keys for measured in RULER.measure(model, wanted, RotaryScaling())]
+        [measured.items[0].keys for measured in RULER_TASK.measure(model, wanted, RotaryScaling())]
         for wanted in (RulerSettings([1500], **same), RulerSettings([3000, 1500], **same))
     )
     assert alone == both[1] != both[0]

@@ -20,31 +20,30 @@ from coca_lab.evaluation import Model, RotaryScaling
 from coca_lab.evaluation.perplexity import (
     PerplexitySettings,
     TextSettings,
-    WindowSettings,
     cut,
     distant_repeats,
     load_text,
-    measure_windows,
+    measure_perplexity,
 )
 from coca_lab.evaluation.task import finish
 from coca_lab.evaluation.windows import (
     TokenDocument,
-    score_documents,
     shared_first_target,
     sliding_windows,
 )
-from coca_lab.intervals import perplexity
 from commands import run
 from conftest import VOCABULARY, some_text, tiny_model
 
 
 def evaluate_perplexity(model, documents, settings, scaling="none", factor=4.0):
-    scaled = RotaryScaling(scaling, factor)
-    return finish(measure_windows(Model(model, None, "m"), documents, settings, scaled), Engine())
+    scaled, read = RotaryScaling(scaling, factor), {str(settings): documents}
+    return finish(
+        measure_perplexity(Model(model, None, "m", texts=read), settings, scaled), Engine()
+    )
 
 
-def settings(**changes) -> WindowSettings:
-    return WindowSettings(**{"windows": [16, 32, 64], "stride": 16, **changes})
+def settings(**changes) -> PerplexitySettings:
+    return PerplexitySettings(**{"windows": [16, 32, 64], "stride": 16, **changes})
 
 
 class KnownModel(nn.Module):
@@ -83,9 +82,10 @@ def random_documents(*lengths: int, vocabulary: int = VOCABULARY) -> list[TokenD
 @pytest.mark.parametrize(("sure", "expected"), [(1 / 50, 50), (0.5, 2)])
 def test_a_model_whose_answer_is_known_has_its_perplexity(window, stride, sure, expected):
     model = KnownModel(sure)
-    scores = score_documents(model, [counting(101), counting(64)], window=window, stride=stride)
-    assert perplexity(scores) == pytest.approx(expected, rel=1e-6)
-    assert [score.tokens for score in scores] == [100, 63]
+    wanted = settings(windows=[window], stride=stride, targets="all")
+    (cell,) = evaluate_perplexity(model, [counting(101), counting(64)], wanted)
+    assert cell["perplexity"] == pytest.approx(expected, rel=1e-6)
+    assert [document["tokens"] for document in cell["documents"]] == [100, 63]
     # Only the logits that are scored are computed.
     assert (max(model.lengths), max(model.kept)) == (window, stride)
 
@@ -135,8 +135,14 @@ def test_cells_are_sums_over_single_tokens(kind, targets, batch_tokens, pieces, 
     """Of the same tokens at every window, in whatever batches and items these are read."""
     monkeypatch.setattr("coca_lab.evaluation.perplexity.cut", lambda costs: cut(costs, pieces))
     model, documents = tiny_model(kind), random_documents(90, 61, 75, vocabulary=5)
-    wanted = WindowSettings(
-        [8, 24], 7, targets, batch_tokens=batch_tokens, positions=4, repeats=3, attend_last=16
+    wanted = settings(
+        windows=[8, 24],
+        stride=7,
+        targets=targets,
+        batch_tokens=batch_tokens,
+        positions=4,
+        repeats=3,
+        attend_last=16,
     )
     first = 18 if targets == "shared" else 1
     near, far, last = evaluate_perplexity(model, documents, wanted)
@@ -152,7 +158,7 @@ def test_cells_are_sums_over_single_tokens(kind, targets, batch_tokens, pieces, 
 def test_one_pass_scores_the_beginning_by_what_was_read(kind):
     """Ranges that end at the windows, from one forward pass over every document."""
     model, read, documents = tiny_model(kind), [], random_documents(120, 120)
-    wanted = WindowSettings([16, 48, 32], targets="one-pass", batch_tokens=1)
+    wanted = settings(windows=[16, 48, 32], stride=None, targets="one-pass", batch_tokens=1)
     with model.register_forward_pre_hook(
         lambda _, __, kwargs: read.append(kwargs["input_ids"].shape), with_kwargs=True
     ):
@@ -173,7 +179,7 @@ def test_infinite_nats_become_plain_json_and_nan_is_refused_by_document():
     json.dumps(cell, allow_nan=False)
     model.sure = float("nan")
     with pytest.raises(ValueError, match=r"NaN for document 'e'"):
-        score_documents(model, [counting(1), counting(70, "e")], window=16, stride=16)
+        evaluate_perplexity(model, [counting(1), counting(70, "e")], settings(windows=[16]))
 
 
 def test_a_scaling_reaches_the_model_is_reported_and_taken_back(monkeypatch):

@@ -30,7 +30,7 @@ from coca_lab.data.tasks import (
 )
 from coca_lab.data.text import END_OF_TEXT
 from coca_lab.evaluation import Model, RotaryScaling, evaluate
-from coca_lab.evaluation.retrieval import PASSKEYS, RULER, PasskeySettings
+from coca_lab.evaluation.retrieval import PASSKEY_TASK, RULER_TASK, PasskeySettings
 from coca_lab.recipe import Recipe
 from coca_lab.training.retrieval import load_retrieval
 from commands import run
@@ -142,7 +142,7 @@ def test_models_with_a_known_answer(words, known, accuracy):
     model = Copier(config).eval()
     model.tokenizer, model.known = words, known
     wanted = PasskeySettings(lengths=[128, 200], samples=5, max_new_tokens=10, use_cache=False)
-    cells = evaluate(PASSKEYS, Model(model, words), wanted)
+    cells = evaluate(PASSKEY_TASK, Model(model, words), wanted)
     assert [cell["accuracy"] for cell in cells] == [accuracy, accuracy]
     for cell in cells:
         assert all(r["output"] == f" {str(r['key'])[:known]}." for r in cell["samples"])
@@ -156,7 +156,7 @@ def test_batches_caches_and_evaluations_before_change_nothing(tokenizer):
 
     def outputs(**changes):
         wanted = PasskeySettings([300], samples=6, max_new_tokens=6, **changes)
-        (cell,) = evaluate(PASSKEYS, Model(model, tokenizer), wanted, RotaryScaling("ntk"))
+        (cell,) = evaluate(PASSKEY_TASK, Model(model, tokenizer), wanted, RotaryScaling("ntk"))
         assert cell["rope_parameters"]["length"] == 306 and model.config.rope_parameters == before
         return [record["output"] for record in cell["samples"]]
 
@@ -181,7 +181,7 @@ def test_reading_beyond_the_training_length_on_purpose_prints_no_reminder(words,
         return "predefined maximum length" in caplog.text
 
     wanted = PasskeySettings(lengths=[300], samples=1, max_new_tokens=3)
-    assert not reminded(evaluate, PASSKEYS, Model(model, words), wanted)
+    assert not reminded(evaluate, PASSKEY_TASK, Model(model, words), wanted)
     validation = {"every": 1, "passkeys": 1, "lengths": [300]}
     training = load_retrieval(checked(Recipe, {"validation": validation}), words)
     assert not reminded(training.shares, model)
@@ -193,15 +193,19 @@ def test_reading_beyond_the_training_length_on_purpose_prints_no_reminder(words,
 @pytest.mark.parametrize(
     ("task", "changes", "message"),
     [
-        (PASSKEYS, {"lengths": []}, "lengths: .* at least 1 item"),
-        (PASSKEYS, {"lengths": [10**8]}, "lengths.0: .* less than or equal to 10000000"),
-        (PASSKEYS, {"samples": 0}, "samples: .* greater than 0"),
-        (PASSKEYS, {"depths": 0}, "depths: .* greater than 0"),
-        (PASSKEYS, {"lengths": [30]}, "too short: without any filler it needs"),
-        (RULER, {"kinds": ["double"]}, "kinds.0: .* 'niah_single_1', 'niah_single_2'"),
-        (RULER, {"lengths": [30], "kinds": ["vt"]}, "vt: too short: the answer and a prompt with"),
-        (RULER, {"chat": True, "kinds": ["vt"]}, "the tokenizer has no chat template: ask"),
-        (RULER, {"source": "nowhere"}, "nowhere: no such file"),
+        (PASSKEY_TASK, {"lengths": []}, "lengths: .* at least 1 item"),
+        (PASSKEY_TASK, {"lengths": [10**8]}, "lengths.0: .* less than or equal to 10000000"),
+        (PASSKEY_TASK, {"samples": 0}, "samples: .* greater than 0"),
+        (PASSKEY_TASK, {"depths": 0}, "depths: .* greater than 0"),
+        (PASSKEY_TASK, {"lengths": [30]}, "too short: without any filler it needs"),
+        (RULER_TASK, {"kinds": ["double"]}, "kinds.0: .* 'niah_single_1', 'niah_single_2'"),
+        (
+            RULER_TASK,
+            {"lengths": [30], "kinds": ["vt"]},
+            "vt: too short: the answer and a prompt with",
+        ),
+        (RULER_TASK, {"chat": True, "kinds": ["vt"]}, "the tokenizer has no chat template: ask"),
+        (RULER_TASK, {"source": "nowhere"}, "nowhere: no such file"),
     ],
 )
 def test_settings_out_of_range_are_refused(task, changes, message, tokenizer):
@@ -242,7 +246,7 @@ def test_unfit_tokenizers_and_models_are_refused(words):
                    bos_token_id=0, eos_token_id=0)
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"cannot read 364 tokens at once .* 64: use shorter"):
-        evaluate(PASSKEYS, Model(limited, words), PasskeySettings(lengths=[300], samples=1))
+        evaluate(PASSKEY_TASK, Model(limited, words), PasskeySettings(lengths=[300], samples=1))
 
 
 def test_training_blocks_hold_questions_answers_and_ends_at_any_place(words):

@@ -8,9 +8,9 @@ from accelerate import PartialState
 
 from coca_attention.errors import UserError
 from coca_lab.data import load_tokenizer
-from coca_lab.data.tasks import ANSWER, encoder
+from coca_lab.data.tasks import PASSKEY_ANSWER, encoder
 from coca_lab.evaluation import Model, evaluate
-from coca_lab.evaluation.retrieval import PASSKEYS, PasskeySettings
+from coca_lab.evaluation.retrieval import PASSKEY_TASK, PasskeySettings
 from coca_lab.report.cells import Run
 from coca_lab.report.training import training_sections
 from coca_lab.training import load_recipe, read_summary, train
@@ -35,7 +35,7 @@ def learned(tokenizer):
     retrieval = load_retrieval(asked(passkeys=4), tokenizer)
     assert retrieval is not None and list(retrieval.questions) == [f"passkey_{LENGTH}"]
     encode, prompts = encoder(tokenizer), retrieval.questions[f"passkey_{LENGTH}"].prompts
-    answers = [encode(ANSWER.format(key=prompt.facts["key"])) for prompt in prompts[:3]]
+    answers = [encode(PASSKEY_ANSWER.format(key=prompt.facts["key"])) for prompt in prompts[:3]]
     longest = max(map(len, answers)) + 1
     answers = [x + [tokenizer.eos_token_id] + [-100] * (longest - 1 - len(x)) for x in answers]
     labels = torch.tensor([[-100] * LENGTH + x for x in answers])
@@ -53,7 +53,7 @@ def test_it_finds_what_the_evaluation_finds(learned, tokenizer):
     model, retrieval = learned
     shares = retrieval.shares(model)
     settings = PasskeySettings(lengths=[LENGTH], samples=4, seed=SEED, max_new_tokens=32)
-    [cell] = evaluate(PASSKEYS, Model(model, tokenizer), settings)
+    [cell] = evaluate(PASSKEY_TASK, Model(model, tokenizer), settings)
     assert shares == {f"passkey_{LENGTH}": cell["accuracy"]}
     assert [sample["hit"] for sample in cell["samples"]] == [True, True, True, False]
 
