@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from benchmarks.timing import Variant, isolated, peak_megabytes
+from benchmarks.timing import Variant, isolated
 from coca_attention import ops
 from coca_attention.models import CoCALlamaConfig
 from coca_attention.models.attention import CACHE
@@ -31,6 +31,7 @@ from coca_attention.models.sinks import use_fused_attention
 from coca_attention.ops import FORMS, Rotation, coca_attention
 from coca_attention.roles import Roles
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
+from coca_lab.environment import peak_growth
 
 Run = Callable[[], object]
 Tensors = dict[str, Tensor]
@@ -183,17 +184,15 @@ def backward_run(function: Callable[..., Tensor], tensors: Tensors) -> Run:
 
 
 def memory_variants(length: int, settings: Namespace) -> list[Variant]:
-    """A variant per operator, whose run returns its peak memory."""
-    peak = partial(peak_megabytes, settings.device, single_forward)
-    names = operators(length, settings)
-    return [Variant(name, partial(peak, name, length, settings)) for name in names]
+    """A variant per operator, whose run returns its peak memory above its inputs, in MB."""
+    tensors, few = random_inputs(length, settings), random_inputs(64, settings)
 
+    def peak(function: Callable[..., Tensor]) -> float:
+        function(**few)  # warms up
+        return peak_growth(forward_run(function, tensors), settings.device)
 
-def single_forward(name: str, length: int, settings: Namespace) -> Run:
-    """One operator for the process that measures its memory, after a short run to warm up."""
-    function = operators(length, settings)[name].run
-    function(**random_inputs(64, settings))
-    return forward_run(function, random_inputs(length, settings))
+    made = operators(length, settings)
+    return [Variant(name, partial(peak, operator.run)) for name, operator in made.items()]
 
 
 def one_query_variants(length: int, settings: Namespace) -> list[Variant]:

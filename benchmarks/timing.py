@@ -1,4 +1,4 @@
-"""Interleaved timing of variants, and their peak memory."""
+"""Interleaved timing of variants."""
 
 import gc
 import multiprocessing
@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-
-from coca_lab.environment import peak_growth
 
 QUARTILES = (0.25, 0.5, 0.75)
 
@@ -78,15 +76,6 @@ def isolated(make: Callable[..., Variant], *arguments: object) -> Variant:
     return Variant(name, lambda: pool.submit(_run).result(), error, facts)
 
 
-def peak_megabytes(
-    device: str, make: Callable[..., Callable[[], object]], *arguments: object
-) -> float:
-    """Peak memory of one run above its inputs, in MB; on a CPU that of a new process, on Linux."""
-    if device == "cpu":
-        return _process().submit(_resident_growth, make, *arguments).result()
-    return peak_growth(make(*arguments), device)
-
-
 def _process() -> ProcessPoolExecutor:
     context, threads = multiprocessing.get_context("spawn"), torch.get_num_threads()
     return ProcessPoolExecutor(1, context, torch.set_num_threads, (threads,))
@@ -102,7 +91,3 @@ def _run() -> float:
     before = time.perf_counter()
     _variant.run()
     return time.perf_counter() - before
-
-
-def _resident_growth(make: Callable[..., Callable[[], object]], *arguments: object) -> float:
-    return peak_growth(make(*arguments))

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import cases, compare, gpu_check
 from benchmarks.__main__ import main, measure, parser
-from benchmarks.timing import Variant, interleaved, isolated, peak_megabytes
+from benchmarks.timing import Variant, interleaved, isolated
 from coca_attention import ops
 from coca_attention.errors import UserError
 from coca_attention.ops import FORMS
@@ -130,11 +130,8 @@ def test_a_variant_in_a_process_of_its_own():
 @pytest.mark.slow
 def test_peak_memory_of_the_contraction_and_of_the_operator():
     """At 2,048 tokens the scores of 4 heads alone take 67 MB; everything else is small."""
-    matrix, ours = (
-        peak_megabytes("cpu", cases.single_forward, name, 2048, settings())
-        for name in (cases.CONTRACTION, "CoCA slack")
-    )
-    assert matrix > 67 and ours < 20
+    peaks = {variant.name: variant.run() for variant in cases.memory_variants(2048, settings())}
+    assert peaks[cases.CONTRACTION] > 67 and peaks["CoCA slack"] < 20
 
 
 @pytest.mark.parametrize("kind", ["full", "half"])

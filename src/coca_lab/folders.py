@@ -269,9 +269,9 @@ def facts(config: PreTrainedConfig) -> dict[str, str]:
     }
 
 
-def _inherited(source: str | Path | None, theirs: Path | None) -> dict[str, Any]:
+def _inherited(source: str | Path | None, theirs: Path | None) -> dict[str, object]:
     """Metadata from the card of the source; its name if it is one of the Hub."""
-    data: dict[str, Any] = {}
+    data: dict[str, object] = {}
     if theirs and (theirs / CARD).is_file() and _belongs_to(theirs, theirs / CARD):
         with suppress(OSError, ValueError, TypeError, yaml.YAMLError):  # none to be read
             text = (theirs / CARD).read_text(encoding="utf-8", errors="replace")

@@ -58,7 +58,7 @@ def load_model(
     if device is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = accelerator.type if accelerator is not None else "cpu"
-    device_map: Any = "auto" if device == "auto" else usable_device(device)
+    device_map: str | torch.device = "auto" if device == "auto" else usable_device(device)
     with _naming(path), no_progress_bars():
         _, auto = _config_and_class(path, any_head)
         _check_safetensors(path)

@@ -190,6 +190,10 @@ class Measurement(NamedTuple):
     """From the values of all keys to the cells, without weights."""
 
 
+Measure = Callable[[Model, Any, RotaryScaling], list[Measurement]]
+"""From a model, settings of a task and a scaling to what is to be measured."""
+
+
 def finish(measurements: Sequence[Measurement], engine: Engine) -> list[Cell]:
     """The cells of all measurements, each once, with the seconds that their values took.
 
@@ -230,7 +234,7 @@ class Task:
     name: str
     summary: str
     settings: type
-    measure: Callable[[Model, Any, RotaryScaling], list[Measurement]]
+    measure: Measure
     scaled: bool = True
     prompts: bool = False
 
@@ -250,7 +254,7 @@ class Task:
 
 def at_once(
     evaluate: Callable[[Model, Any, RotaryScaling], list[Cell]],
-) -> Callable[[Model, Any, RotaryScaling], list[Measurement]]:
+) -> Measure:
     """Decorator for ``measure`` of a task that computes all its cells in one piece."""
 
     @wraps(evaluate)  # whose code is a part of the keys

@@ -7,6 +7,7 @@ GraniteSWA, so the names of its own fields are written here.
 import importlib
 import json
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ def check_tokenizer(source: str | Path) -> None:
     _pre_tokenizer(load_tokenizer(source))
 
 
-def _package() -> Any:
+def _package() -> ModuleType:
     try:
         return importlib.import_module("gguf")
     except ImportError as error:
@@ -110,7 +111,7 @@ def _add_settings(writer: Any, config: PreTrainedConfig) -> None:
     writer.add_array(f"{config.model_type}.deepstack_mapping", [-1] * config.num_hidden_layers)
 
 
-def _add_tensors(gguf: Any, writer: Any, model: PreTrainedModel) -> None:
+def _add_tensors(gguf: ModuleType, writer: Any, model: PreTrainedModel) -> None:
     config: PreTrainedConfig = model.config
     types = gguf.GGMLQuantizationType
     kind_of = {torch.float32: types.F32, torch.float16: types.F16, torch.bfloat16: types.BF16}

@@ -2,6 +2,7 @@
 
 import importlib
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from coca_attention.errors import UserError, install
 
 
-def package() -> Any:
+def package() -> ModuleType:
     """The package xllamacpp, which is llama.cpp; UserError without it."""
     try:
         return importlib.import_module("xllamacpp")
