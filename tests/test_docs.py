@@ -255,7 +255,8 @@ def test_the_reference_is_what_the_code_says(monkeypatch, capsys):
         option = re.escape(f"- `--{name.replace('_', '-')}")
         assert re.search(rf"^{option}\b[^`]*`: \S", pages["commands"], re.MULTILINE), name
     for each in (*fields(StageRecipe), *fields(WeightedSource)):
-        assert f" {each.name}: " in pages["commands"], each.name
+        escaped = each.name.replace("_", r"\_")
+        assert f" {escaped}: " in pages["commands"], each.name
 
 
 def check_commands(page: str, capsys) -> None:
