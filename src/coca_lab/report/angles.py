@@ -115,12 +115,14 @@ class AngleCell(CheckedCell):
 
     def anomalous(self) -> Frame:
         """Anomalous shares, averaged over layers: a row a length, a column a rotary pair."""
-        shares = {
-            (layer.layer, each.length): pd.Series(each.anomalous_share, dtype=float)
-            for layer in self.layers
-            for each in layer.seen.lengths
-        }
-        mean: Frame = pd.DataFrame(shares).T.groupby(level=1).mean().fillna(0.0)
+        shares: Frame = pd.DataFrame(
+            {
+                (layer.layer, each.length): pd.Series(each.anomalous_share, dtype=float)
+                for layer in self.layers
+                for each in layer.seen.lengths
+            }
+        )
+        mean = shares.T.groupby(level=1).mean().fillna(0.0)
         # Angles that depend on positions are those of what was read.
         read = mean[mean.index <= self.longest] if self.at_key_position else mean
         return mean.head(1) if read.empty else read

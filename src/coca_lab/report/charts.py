@@ -82,7 +82,7 @@ class LineChart:
     def drawn(self) -> Frame:
         """The points that are drawn, with all columns.
 
-        Of many lines they are first the best at the end, one of every method, then a second.
+        Of many lines: the best at the end, then one of every method, then a second.
         """
         points = self._complete()
         if self.every:

@@ -48,9 +48,9 @@ def read_results(paths: Sequence[str | Path]) -> list[Content]:
     """Read result files.
 
     Args:
-        paths: Result files; or folders: of a run or a study, or with result
-            files in them. A file that is named twice is read once. Numbered files beside
-            ``results.json`` and ``training.json``, of earlier measurements, are left out.
+        paths: Result files; or folders: of a run or a study, or with result files in them. A file
+            that is named twice is read once. Numbered files beside ``results.json`` and
+            ``training.json``, of earlier measurements, are left out.
 
     Returns:
         The contents, each with the path of its file as ``file``.
