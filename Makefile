@@ -12,7 +12,7 @@ help:
 	@echo "make reproduce SIZE=50m HOURS=2 TEXT=FILES   the paper's comparison at 50m, 125m or 350m parameters"
 	@echo "make test        the test suite"
 	@echo "make test-slow   the tests that take minutes"
-	@echo "make test-engines   CoCA models and exported ones in vLLM, installed in build, and llama.cpp"
+	@echo "make test-engines   CoCA models and exported ones in vLLM, ExecuTorch, both installed in build, and llama.cpp"
 	@echo "make test-lowest tests with the lowest versions that pyproject.toml allows"
 	@echo "make gpu-check   GPU tests and benchmarks, with the packages of \$$(PYTHON): this one with [lab], and pytest"
 	@echo "make lint        formatting, lint rules and types"
@@ -52,7 +52,17 @@ $(ENGINES)/.ready:
 	$(ENGINES)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 
-test-engines: $(READY) $(ENGINES)/.ready
+# ExecuTorch and DeepSpeed, whose source archive is built against the PyTorch that is there.
+DEVICES := build/devices
+$(DEVICES)/.ready:
+	$(PYTHON) -m venv --clear $(DEVICES)
+	$(DEVICES)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e . accelerate executorch==1.5.1 wheel 'setuptools<81'
+	DS_BUILD_OPS=0 $(DEVICES)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
+		--no-build-isolation deepspeed==0.19.8
+	@touch $@
+
+test-engines: $(READY) $(ENGINES)/.ready $(DEVICES)/.ready
 	$(BIN)/python -m pytest -m slow tests/engines
 
 # uv finds the versions. Where an index lacks one, raise it: make test-lowest HIGHER=torch==2.13.0

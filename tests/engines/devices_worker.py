@@ -1,0 +1,78 @@
+"""ExecuTorch or DeepSpeed, which `make test-engines` installs in an environment of their own.
+
+python devices_worker.py executorch FOLDER IDS       writes FOLDER/read.pt, the logits
+python devices_worker.py deepspeed LLAMA CONVERTED   prints why ZeRO-3 is refused, a line each
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from coca_attention import convert
+from coca_attention.errors import UserError
+from coca_attention.models.layer_pass import halve_static_keys
+
+
+def read_by_executorch(folder, ids):
+    """Logits of a decoding step that is exported, lowered to XNNPACK and run, (T, vocabulary)."""
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import to_edge_transform_and_lower
+    from executorch.runtime import Runtime
+    from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
+
+    model = AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
+    model.generation_config.cache_implementation = "static"
+    module = TorchExportableModuleWithStaticCache(model, batch_size=1, max_cache_len=len(ids) + 4)
+    if model.config.kv_cache == "half":
+        module = halve_static_keys(module)
+    example = {"input_ids": torch.tensor([ids[:1]]), "cache_position": torch.tensor([0])}
+    program = torch.export.export(module, (), example, strict=True)
+    lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
+    written = Runtime.get().load_program(lowered.to_executorch().buffer)  # which owns the memory
+    step = written.load_method("forward")
+    # An output is overwritten by the next step.
+    read = [
+        step.execute([torch.tensor([[x]]), torch.tensor([i])])[0][0].clone()
+        for i, x in enumerate(ids)
+    ]
+    torch.save(torch.cat(read), Path(folder) / "read.pt")
+
+
+def refused_by_zero_3(llama, converted):
+    """Load a Llama and a converted one under ZeRO-3, and print what is said."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # a free one
+    os.environ.update(address, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", DS_ACCELERATOR="cpu")
+    import deepspeed
+    from transformers.integrations import HfDeepSpeedConfig
+
+    # Otherwise it compiles code for CPUs that share memory, which one process does not need.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+    deepspeed.init_distributed("gloo")
+    settings = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
+    kept = HfDeepSpeedConfig(settings)
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    assert next(model.parameters()).ds_id is not None and kept
+    config = AutoConfig.from_pretrained(converted)
+    for attempt in (
+        lambda: convert(model),
+        lambda: AutoModelForCausalLM.from_pretrained(converted),
+        lambda: AutoModelForCausalLM.from_config(config),
+    ):
+        try:
+            attempt()
+        except UserError as error:
+            print(error)
+        else:
+            print("not refused")
+
+
+if __name__ == "__main__":
+    kind, first, second = sys.argv[1:]
+    if kind == "executorch":
+        read_by_executorch(first, json.loads(second))
+    else:
+        refused_by_zero_3(first, second)

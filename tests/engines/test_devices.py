@@ -1,0 +1,62 @@
+"""CoCA models in ExecuTorch, and what DeepSpeed's ZeRO-3 is told; `make test-engines` has both."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from coca_attention import convert
+from coca_attention.testing import difference, logits, some_tokens
+from families import vanilla
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / "build" / "devices" / "bin" / "python"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON.exists(), reason="not installed: make test-engines"),
+]
+
+
+def run(*words):
+    """What the worker prints."""
+    worker = Path(__file__).parent / "devices_worker.py"
+    done = subprocess.run(
+        [str(word) for word in (PYTHON, worker, *words)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "settings", "rotary"),
+    [
+        ("full", "slack", {}, {}),
+        ("half", "slack", {"free_pairs": 2}, {}),
+        ("full", "strict", {}, {"decay": 1.5, "decay_length": 4.0}),
+        ("full", "rope", {"max_distance": 4}, {}),
+    ],
+    ids=["slack", "half cache", "decay", "limited distances"],
+)
+def test_executorch_reads_a_token_at_a_time(kind, form, settings, rotary, tmp_path):
+    llama = vanilla("Llama")
+    llama.config.rope_parameters |= rotary
+    model = convert(llama, form, kv_cache=kind, **settings)
+    model.save_pretrained(tmp_path)
+    ids = some_tokens(model, batch=1, length=8)
+    run("executorch", tmp_path, json.dumps(ids[0].tolist()))
+    assert difference(torch.load(tmp_path / "read.pt"), logits(model, ids)[0]) < 1e-5
+
+
+def test_zero_3_is_refused(tmp_path):
+    llama = vanilla("Llama")
+    llama.save_pretrained(tmp_path / "llama")
+    convert(llama).save_pretrained(tmp_path / "converted")
+    said = run("deepspeed", tmp_path / "llama", tmp_path / "converted").splitlines()[-3:]
+    assert "load the model without offloading or DeepSpeed ZeRO-3" in said[0]
+    assert "use ZeRO-2, or FSDP2" in said[1] and "use ZeRO-2, or FSDP2" in said[2]
