@@ -1,27 +1,26 @@
 """Learning from a teacher: the losses, which parameters they reach, what is rejected."""
 
+from typing import get_args
+
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from coca_attention.errors import UserError
 from coca_attention.testing import difference
-from coca_lab.cli import main
+from coca_lab.recipe_sections import Objective
+from coca_lab.training import load_recipe, train
 from coca_lab.training.objectives import (
     HIDDEN_WEIGHT,
     prediction_distance,
     relative_distance,
     teacher_loss,
 )
+from covering import mostly_slow
 from families import FAMILIES, VARIED, collinear, vanilla
-from runs import write_recipe
+from runs import weights, write_recipe
 
-# Every kind of projection; the others are slow.
-LEARNING = [
-    *VARIED,
-    *(pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES if x not in VARIED),
-]
+LEARNING = mostly_slow(FAMILIES, VARIED)  # every kind of projection
 
 
 def batch(model, length=12):
@@ -147,18 +146,16 @@ def test_the_distances_are_what_they_are_called():
     )
 
 
-@pytest.mark.parametrize("objective", ["next_token", "attention", "logits", "hidden_states"])
+@pytest.mark.parametrize("objective", mostly_slow(get_args(Objective), ["attention", "logits"]))
 def test_the_size_of_micro_batches_changes_no_result(objective, base, text_folder, tmp_path):
     stage = {"name": "only", "train": "qt", "objective": objective}
-    weights = []
+    path = write_recipe(base, text_folder, tmp_path / "r.yaml", [stage])
+    words = ["--training.steps=2", "--training.save_every=2", "--validation.every=null"]
+    found = []
     for size in (1, 4):
-        path = write_recipe(base, text_folder, tmp_path / f"{size}.yaml", [stage])
-        path.write_text(
-            path.read_text().replace("micro_batch_size: 2", f"micro_batch_size: {size}")
-        )
-        assert main(["train", str(path), "--output", str(tmp_path / str(size))]) == 0
-        weights.append(load_file(tmp_path / str(size) / "model.safetensors"))
-    assert all(difference(ours, weights[0][name]) < 1e-5 for name, ours in weights[1].items())
+        recipe = load_recipe(path, [*words, f"--training.micro_batch_size={size}"])
+        found.append(weights(train(recipe, tmp_path / str(size))))
+    assert all(difference(ours, found[0][name]) < 1e-5 for name, ours in found[1].items())
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from coca_lab.training import (
 from coca_lab.training.checkpoints import UNFINISHED
 from commands import run
 from conftest import some_text
+from covering import mostly_slow
 from runs import TEACHER, AtStep, assert_the_same, recipe, unfinished, write_recipe
 
 
@@ -113,7 +114,7 @@ EXPERTS = "{num_experts_per_tok: 2, moe_intermediate_size: 16, num_local_experts
 @pytest.mark.parametrize(
     ("body", "attention"),
     [
-        ("gpt_neox", "own"),
+        pytest.param("gpt_neox", "own", marks=pytest.mark.slow),
         ("mixtral", "own"),
         pytest.param("mixtral", "strict", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", "own", marks=pytest.mark.slow),
@@ -140,10 +141,10 @@ def test_weights_whose_names_on_disk_are_others_are_resumed(text_folder, tmp_pat
     ("name", "damage"),
     [
         ("optimizer.pt", garbage),
-        ("optimizer.pt", truncate),
-        ("scheduler.pt", truncate),
+        pytest.param("optimizer.pt", truncate, marks=pytest.mark.slow),
+        pytest.param("scheduler.pt", truncate, marks=pytest.mark.slow),
         ("rng_state.pth", garbage),
-        ("model.safetensors", truncate),
+        pytest.param("model.safetensors", truncate, marks=pytest.mark.slow),
         ("model.safetensors", os.unlink),
     ],
 )
@@ -193,7 +194,7 @@ def test_a_curve_is_the_same_wherever_a_run_was_interrupted(text_folder, tmp_pat
 # Text, models and settings of a run that resumes
 
 
-@pytest.mark.parametrize("field", ["start", "teacher"])
+@pytest.mark.parametrize("field", mostly_slow(["start", "teacher"], ["teacher"]))
 def test_a_model_that_was_replaced_is_not_mixed_with_what_was_read_before(
     base, text_folder, tmp_path, field
 ):
@@ -258,7 +259,9 @@ def twice(number):
     return send
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+@pytest.mark.parametrize(
+    ("name", "code"), mostly_slow([("SIGINT", 130), ("SIGTERM", 143)], [("SIGTERM", 143)])
+)
 def test_a_signal_saves_the_step_in_which_it_came(
     trained, output, text_folder, monkeypatch, capsys, name, code
 ):
