@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    Cache,
     DynamicCache,
     LlamaConfig,
     PreTrainedModel,
@@ -57,7 +56,7 @@ class Operator(NamedTuple):
     """A function of `random_inputs`, and the options of `coca_attention` that compute the same."""
 
     run: Callable[..., Tensor]
-    options: dict[str, object]
+    options: dict[str, Any]
 
 
 def rotary_attention(query: Tensor, key: Tensor, value: Tensor, **_: Tensor) -> Tensor:
@@ -234,7 +233,7 @@ def make_model(
 ) -> PreTrainedModel:
     """A Llama: vanilla or of a form (with roles, of local layers); or the GraniteSWA of roles."""
     heads = settings.hidden_size // settings.head_width
-    fields: dict[str, object] = {
+    fields: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": settings.hidden_size,
         "intermediate_size": 4 * settings.hidden_size,
@@ -281,7 +280,7 @@ def random_tokens(length: int, settings: Namespace) -> Tensor:
     return ids.to(settings.device)
 
 
-def random_cache(cache: Cache, model: PreTrainedModel, length: int, settings: Namespace) -> Cache:
+def random_cache(cache: Any, model: PreTrainedModel, length: int, settings: Namespace) -> Any:
     """Fill a cache with random keys (or key coefficients) and values for so many tokens."""
     half = getattr(model.config, "kv_cache", "full") == "half"
     shape = (settings.batch, model.config.num_key_value_heads, length)

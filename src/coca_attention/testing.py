@@ -45,7 +45,7 @@ def some_tokens(model: PreTrainedModel, batch: int = 2, length: int = 24, seed: 
 
 
 @torch.no_grad()
-def logits(model: PreTrainedModel, input_ids: Tensor, **kwargs: Tensor) -> Tensor:
+def logits(model: PreTrainedModel, input_ids: Tensor, **kwargs: Tensor | int) -> Tensor:
     """Logits (B, T, vocabulary) of one forward pass, float64."""
     return model(input_ids=input_ids, use_cache=False, **kwargs).logits.double()
 

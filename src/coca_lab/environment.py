@@ -10,13 +10,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import Any
 
 import torch
 
 REPORTED = ("coca-attention", "torch", "transformers", "tokenizers", "accelerate", "numpy")
 
 
-def describe_environment() -> dict[str, object]:
+def describe_environment() -> dict[str, Any]:
     """Versions, processor, threads, GPUs and command line, as JSON values."""
     installed: dict[str, str] = {}
     for each in distributions():  # the first of a name is the one that is imported

@@ -27,7 +27,7 @@ from coca_attention.models.configuration import (
     training_length,
 )
 from coca_attention.models.conversion import Conversion, convert, load_original
-from coca_attention.models.extension import Method, extend_context, extended_lengths
+from coca_attention.models.extension import extend_context, extended_lengths
 from coca_lab.files import check_can_be_written, known_problem, writing
 from coca_lab.loading import load_model, model_without_weights, no_progress_bars
 
@@ -94,7 +94,7 @@ def convert_folder(
 def extend_folder(
     source: str | Path,
     target: str | Path,
-    method: Method = "limited",
+    method: Any = "limited",
     *,
     dtype: str = "auto",
     report: str = "",
@@ -269,9 +269,9 @@ def facts(config: PreTrainedConfig) -> dict[str, str]:
     }
 
 
-def _inherited(source: str | Path | None, theirs: Path | None) -> dict[str, object]:
+def _inherited(source: str | Path | None, theirs: Path | None) -> dict[str, Any]:
     """Metadata from the card of the source; its name if it is one of the Hub."""
-    data: dict[str, object] = {}
+    data: dict[str, Any] = {}
     if theirs and (theirs / CARD).is_file() and _belongs_to(theirs, theirs / CARD):
         with suppress(OSError, ValueError, TypeError, yaml.YAMLError):  # none to be read
             text = (theirs / CARD).read_text(encoding="utf-8", errors="replace")

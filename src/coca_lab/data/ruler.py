@@ -149,7 +149,7 @@ def ask_for_ruler(
     if chat:
         opening, closing = chat_frame(tokenizer)
         if leading:  # the tokenizer adds the beginning of sequence itself
-            opening = opening.removeprefix(tokenizer.bos_token or "")
+            opening = opening.removeprefix(str(tokenizer.bos_token or ""))
 
     def encode(text: str) -> list[int]:
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -195,7 +195,7 @@ def _finds_fewer(pairs: list[tuple[bool, bool]]) -> bool:
     only_first, only_second = (sum(a > b for a, b in pairs), sum(b > a for a, b in pairs))
     if only_first <= only_second:
         return False
-    return binomtest(only_first, only_first + only_second).pvalue < 0.05
+    return bool(binomtest(only_first, only_first + only_second).pvalue < 0.05)
 
 
 @dataclass(frozen=True)
@@ -306,15 +306,21 @@ def check_extensions(
     """
     lengths = check_lengths(settings, length, to)
     limits = [max_distance] if max_distance else [max(1, round(s * length)) for s in SHARES]
-    every = [("base", None), *((m, None) for m in methods if m != "limited")]
-    every += [("limited", limit) for limit in limits] if "limited" in methods else []
-    candidates = [Candidate(method, limit, length, to) for method, limit in every]
-    same = {"text_field": settings.text_field, "bad_lines": settings.bad_lines}
-    some = {"max_documents": settings.check_documents, "max_tokens": lengths[-1]}
-    source = TextSettings(settings.check, **same, **some, skip_short=True)
+    base = Candidate("base", None, length, to)
+    candidates = [base, *(Candidate(m, None, length, to) for m in methods if m != "limited")]
+    if "limited" in methods:
+        candidates += [Candidate("limited", limit, length, to) for limit in limits]
+    source = TextSettings(
+        settings.check,
+        settings.text_field,
+        settings.bad_lines,
+        max_documents=settings.check_documents,
+        max_tokens=lengths[-1],
+        skip_short=True,
+    )
     documents = load_text(source, model.tokenizer, at_least=lengths[-1])
     texts = hide_numbers(documents, model.tokenizer, lengths, settings.check_numbers)
-    base, scored = candidates[0], min(SCORED_TOKENS, texts[0].stops[lengths[0]] // 4)
+    scored = min(SCORED_TOKENS, texts[0].stops[lengths[0]] // 4)
     last = [
         MarkedReading(model, base, text.last(n, text.stops[length]), [n], scored)
         for text in texts

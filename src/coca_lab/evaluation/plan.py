@@ -131,7 +131,7 @@ def open_models(plan: Plan, paths: Mapping[str, str], texts: Texts) -> list[Mode
                 model = served_model(path, Endpoint(plan.endpoint, name, plan.requests))
             else:
                 model = open_model(path, name, plan.dtype, plan.device)
-            tokenizer = model.tokenizer
+            tokenizer: Any = model.tokenizer
             rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else path
             rules = f"{rules} {tokenizer.bos_token_id} {tokenizer.eos_token_id}"
             for scaling in plan.scalings_of(name) if not plan.endpoint else ():
@@ -141,7 +141,7 @@ def open_models(plan: Plan, paths: Mapping[str, str], texts: Texts) -> list[Mode
 
 
 def write_cells(
-    plan: Plan, models: Mapping[str, str], task: Task, settings: object, engine: Engine, path: Path
+    plan: Plan, models: Mapping[str, str], task: Task, settings: Any, engine: Engine, path: Path
 ) -> list[Cell]:
     """Write the result file of one task for models; returns its cells."""
     measurements, measured = measurements_of(plan, models, [(task, settings)])

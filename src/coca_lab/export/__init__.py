@@ -66,7 +66,7 @@ def as_native(model: PreTrainedModel) -> Native:
         "sliding_window", "bos_token_id", "eos_token_id", "pad_token_id",
     )  # fmt: skip
     # `head_dim` is read by the model, but no declared field of the configuration.
-    same: dict[str, object] = {name: getattr(config, name) for name in names}
+    same: dict[str, Any] = {name: getattr(config, name) for name in names}
     same["head_dim"] = head_width(config)
     # Made in the dtype, not turned into it, which would round the frequencies of rotations.
     native: Any = GraniteSWAForCausalLM._from_config(
@@ -149,7 +149,7 @@ def export_native(
         check_tokenizer(source)
     model = load_model(source, dtype=dtype, device="cpu")
     native = as_native(model)
-    config: PreTrainedConfig = native.config
+    config: Any = native.config
     length: int = config.max_position_embeddings
     if gguf:
         check_settings(config)
