@@ -297,6 +297,7 @@ class CoCAAttention(nn.Module):
         key, past = key_map(coefficients, *tables, free_pairs=self.free_pairs), 0
         if cache is not None:
             past = self._cached_tokens(cache)
+            assert self.layer_idx is not None  # it would have raised
             key, value = cache.update(key, value, self.layer_idx)
             if key.shape[-2] != past + query.shape[-2]:
                 raise ValueError(

@@ -58,7 +58,7 @@ class Roles:
         """Rotary parameters of layers that see the whole text, for a training length in tokens."""
         with_roles = bool(self.layers)
         turning = 0 if self.turning_pairs is None and with_roles else self.turning_pairs
-        fields = {} if turning is None else {"turning_pairs": turning}
+        fields: dict[str, float] = {} if turning is None else {"turning_pairs": turning}
         if with_roles if self.temperature is None else self.temperature:
             fields["temperature"] = length
         if decay := (float(with_roles) if self.decay is None else self.decay):

@@ -8,11 +8,13 @@ queries (the slope) and on the keys (the position). ALiBi therefore needs no bia
 through any attention kernel in linear memory; the paper's own runs went out of memory at 16k.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import Cache, GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXModel
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt_neox.modeling_gpt_neox import (
     GPTNeoXAttention,
@@ -74,7 +76,7 @@ class AlibiGPTNeoXAttention(GPTNeoXAttention):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        layer_past: Cache | None = None,
+        layer_past: Any = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:

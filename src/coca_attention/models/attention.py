@@ -142,9 +142,7 @@ class CollinearAttention(nn.Module):
             else:
                 mask, bias = layer.mask_and_bias(query, key.shape[-2])
                 # Here, because vLLM looks for the call and its scaling in the source of `forward`.
-                attention = ALL_ATTENTION_FUNCTIONS.get_interface(
-                    self.config._attn_implementation, eager_attention
-                )
+                attention = ALL_ATTENTION_FUNCTIONS.get_interface(layer.function, eager_attention)
                 options = {"dropout": layer.dropout, "sliding_window": layer.window, **bias}
                 output, weights = attention(
                     self, query, key, value, mask, scaling=self.kernel_scale, **options, **kwargs

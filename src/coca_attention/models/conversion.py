@@ -236,9 +236,7 @@ def _check_projections(modules: Sequence[nn.Module], layout: AttentionLayout) ->
                 )
 
 
-def _new_configuration(
-    family: Family, old: PreTrainedConfig, wanted: Conversion
-) -> PreTrainedConfig:
+def _new_configuration(family: Family, old: PreTrainedConfig, wanted: Conversion) -> Any:
     """The configuration of the converted model."""
     # An auto_map would name code of the original.
     foreign = ("model_type", "architectures", "auto_map")
@@ -289,7 +287,7 @@ def _added_fields(config: PreTrainedConfig, wanted: Conversion) -> dict[str, Any
     return added | role_fields(wanted.roles, wanted.form, config, length)
 
 
-MODELS: dict[str, type[PreTrainedModel]] = {
+MODELS: dict[str, Any] = {
     "llama": LlamaForCausalLM,
     "gpt_neox": GPTNeoXForCausalLM,
 }

@@ -298,7 +298,7 @@ class CollinearHead(CollinearPreTrained):
     """A model for a task, with a `CollinearModel` as its body."""
 
     body_class: type[CollinearModel]
-    base_model: nn.Module
+    base_model: PreTrainedModel
     post_init: Callable[[], None]
 
     def __init__(self, config: PreTrainedConfig) -> None:

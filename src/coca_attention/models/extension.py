@@ -95,14 +95,9 @@ def extended_lengths(
 @contextmanager
 def extended(model: PreTrainedModel, method: Method, *, length: int, to: int) -> Iterator[None]:
     """Within the ``with`` block, the model extended by a method other than ``limited``."""
-    config: PreTrainedConfig = model.config.get_text_config()
-    longest = config.max_position_embeddings
     with rotary_restored(model):
-        try:
-            _set_rule(model, method, length, to)
-            yield
-        finally:
-            config.max_position_embeddings = longest
+        _set_rule(model, method, length, to)
+        yield
 
 
 def _set_rule(model: PreTrainedModel, method: Method, length: int, to: int) -> None:

@@ -68,7 +68,7 @@ class Family:
     """`CollinearAttention`, or a subclass with what the attention has of its own."""
 
     @property
-    def vanilla_body(self) -> type[PreTrainedModel]:
+    def vanilla_body(self) -> Any:
         """Transformers' decoder or encoder."""
         return AutoModel._model_mapping[self.vanilla.config_class]
 
@@ -176,7 +176,7 @@ class GPTNeoXMixin(CollinearAttention):
         return self.head_size
 
 
-def _split_heads(attention: nn.Module, fused: Tensor) -> Sequence[Tensor]:
+def _split_heads(attention: Any, fused: Tensor) -> Sequence[Tensor]:
     """Split a fused projection that is ordered by head: query, key and value of each head."""
     heads = fused.unflatten(-1, (-1, 3, attention.head_size))
     return [x.flatten(-2) for x in heads.unbind(-2)]
@@ -199,7 +199,7 @@ class Phi3Fields(CoCAConfig):
         super(Phi3Config, self).validate_rope()  # pyright: ignore
 
 
-def _split_sections(attention: nn.Module, fused: Tensor) -> Sequence[Tensor]:
+def _split_sections(attention: Any, fused: Tensor) -> Sequence[Tensor]:
     """Split a fused projection into all queries, all keys and all values."""
     keys = fused.shape[-1] // (attention.num_key_value_groups + 2)
     return fused.split((keys * attention.num_key_value_groups, keys, keys), dim=-1)

@@ -89,7 +89,7 @@ class Pass(NamedTuple):
         if self.band is not None:
             mask = self.band
         first = 0
-        if self.positions is not None and hasattr(cache, "get_mask_sizes"):
+        if self.positions is not None and cache is not None and hasattr(cache, "get_mask_sizes"):
             _, first = cache.get_mask_sizes(length, module.layer_idx)
         return LayerPass(module, mask, angles, self.positions, first)
 

@@ -125,7 +125,7 @@ def initial_form_parameters(attention: Any) -> dict[str, Tensor]:
 
 def _from_rows(
     projection: nn.Linear, rows: Callable[[Tensor], Tensor], kind: type[nn.Linear] = nn.Linear
-) -> nn.Linear:
+) -> Any:
     """A projection whose outputs are ``rows`` of another one's, without shared storage."""
     new = kind.__new__(kind)
     nn.Module.__init__(new)  # that of Linear draws weights

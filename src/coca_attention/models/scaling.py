@@ -38,7 +38,7 @@ def set_rotary_scaling(
     *,
     factor: float | None = None,
     length: int | None = None,
-    **parameters: Any,
+    **parameters: object,
 ) -> None:
     """Set the rotary scaling of a model, in place.
 
@@ -148,10 +148,14 @@ def _changed_parameters(
 
 @contextmanager
 def rotary_restored(model: PreTrainedModel, weights: Sequence[Tensor] = ()) -> Iterator[None]:
-    """Restore the rotary embedding and weights of a model after the ``with`` block, bit by bit."""
+    """Restore the rotary embedding and weights of a model after the ``with`` block, bit by bit.
+
+    With its ``rope_parameters`` and ``max_position_embeddings``.
+    """
     copies = [weight.detach().clone() for weight in weights]
     config = model.config.get_text_config()
-    rule = getattr(config, "rope_parameters", None)
+    names = ("rope_parameters", "max_position_embeddings")
+    fields = {name: getattr(config, name) for name in names if hasattr(config, name)}
     # With what modules remember: Transformers' own ``dynamic`` keeps the frequencies of the longest
     # text read until a short one.
     kept = [
@@ -161,8 +165,8 @@ def rotary_restored(model: PreTrainedModel, weights: Sequence[Tensor] = ()) -> I
     try:
         yield
     finally:
-        if rule is not None:
-            config.rope_parameters = rule
+        for name, value in fields.items():
+            setattr(config, name, value)
         for name, module, attributes, buffers in kept:
             vars(module).clear()
             vars(module).update(attributes, _buffers=buffers)

@@ -28,7 +28,7 @@ def opaque(function: Callable[..., Tensor], differentiable: int) -> Callable[...
     """
     name = function.__name__.strip("_")
 
-    def forward(*arguments: Any) -> Tensor:
+    def forward(*arguments: object) -> Tensor:
         return function(*arguments).contiguous()
 
     def gradients(gradient: Tensor, *arguments: Any) -> list[Tensor]:

@@ -196,8 +196,7 @@ class _Parts(torch.autograd.Function):
 def _cut(part: Part, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Views of the query, key and value of a part."""
     query, key = tensors[2:4] if part.far else tensors[:2]
-    columns = (x[..., part.columns, :] for x in (key, tensors[4]))
-    return query[..., part.rows, :], *columns
+    return query[..., part.rows, :], key[..., part.columns, :], tensors[4][..., part.columns, :]
 
 
 def _kernel(part: Part, tensors: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:

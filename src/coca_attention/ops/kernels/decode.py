@@ -8,7 +8,7 @@ are sums, and each key of a tile has a maximum and sum of its own, which are mer
 thread waits for another until then.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -178,8 +178,9 @@ def attend_half(
     columns, pairs = (max(16, triton.next_power_of_2(x)) for x in (value_width, half))
     # Registers for a tile of 64 pairs and 128 columns are those of one warp.
     warps = max(1, pairs // 64, columns // 128) if rows == 1 else 4
+    launched: tuple[Any, Any] = _parts, _combine
     with torch.cuda.device_of(query):
-        _parts[(batch * kv_heads, splits)](
+        launched[0][(batch * kv_heads, splits)](
             query, coefficients, value, mask,
             frames.cos, frames.sin, frames.first, frames.second, sums, largest, total,
             query.stride(0), query.stride(1), *coefficients.stride()[:3], *value.stride()[:3],
@@ -191,7 +192,7 @@ def attend_half(
             PAIRS=pairs, COLUMNS=columns, N=frames.tile, MASKED=attention_mask is not None,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=warps,
         )  # fmt: skip
-        _combine[(batch * heads,)](
+        launched[1][(batch * heads,)](
             sums, largest, total, output, splits,
             WIDTH=value_width, COLUMNS=columns, SPLITS=triton.next_power_of_2(splits),
         )  # fmt: skip
