@@ -37,7 +37,7 @@ def install(extra: str = "") -> str:
 
 @contextmanager
 def error_prefix(prefix: str) -> Iterator[None]:
-    """Put what it is about before the message of every UserError raised in the context."""
+    """Begin the message of every UserError raised in the context with a prefix."""
     try:
         yield
     except UserError as error:

@@ -160,7 +160,7 @@ def head_width(config: PreTrainedConfig) -> int:
 
 
 def unsupported(config: PreTrainedConfig) -> str | None:
-    """What a model's attention does beyond a CoCA model's, None if its fields name nothing."""
+    """What a model's attention does and a CoCA model's does not; None if no field says so."""
     set_fields = (name for name in UNSUPPORTED if getattr(config, name, None))
     return next((f"{UNSUPPORTED[name]} ({name})" for name in set_fields), None)
 
@@ -345,7 +345,7 @@ class CoCAConfig:
 
 
 def role_fields(roles: Roles, form: str, config: PreTrainedConfig, length: int) -> dict[str, Any]:
-    """What a CoCA configuration has other than a vanilla one to give a model roles.
+    """Fields by which the CoCA configuration of a model with roles differs from its vanilla one.
 
     The form is that of the local layers, or ``rope``; the length is L. UserError if the model has
     too few layers, or rotary parameters per layer type.

@@ -197,7 +197,7 @@ def _find_family(model: PreTrainedModel) -> tuple[Family, type]:
 
 
 def _obstacle(model: PreTrainedModel) -> str | None:
-    """Why a model's attention cannot be converted; None if nothing but its family is unknown."""
+    """Why a model's attention cannot be converted; None if only its family may be unknown."""
     config = model.config.get_text_config()
     skips = 0 in (getattr(config, "no_rope_layers", None) or ())
     kinds = getattr(config, "layer_types", None) or ()

@@ -59,7 +59,7 @@ def check_mixing(config: PreTrainedConfig, where: str, *, distances: bool) -> No
     Args:
         config: The configuration of the model.
         where: What mixes the texts.
-        distances: Whether its attention adds a bias to the scores and has keys by their distance.
+        distances: Whether it can add a decay to scores and score near and far keys apart.
     """
     scaled, unsupported = rotation(config), None
     if scaled.follows_length:

@@ -32,10 +32,10 @@ class KeyPositions:
     """Positions of the tokens of a pass, and of the keys that they see."""
 
     consecutive = False
-    """Whether this pass has the last keys, and their positions grow by one wherever a query sees
-    them. Only limits of distances ask."""
+    """Whether the tokens of this pass are the last keys, and positions grow by one wherever a query
+    sees a key; read only where distances are limited."""
     first_position: Tensor | None = None
-    """Of the first key, (1 or B,), where one new token sees keys whose positions grow by one."""
+    """Position of the first key, (1 or B,), if there is one new token and positions grow by one."""
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, position_ids: Tensor) -> None:
         """dtype: that of the tables. position_ids: those of the tokens, (1 or B, T)."""
@@ -63,7 +63,7 @@ class KeyPositions:
     def near_and_far(
         self, layer_type: str | None, first: int, keys: int, mask: BlockMask, limit: int
     ) -> BlockMask:
-        """A mask that shows the near ones among the keys, and the far ones among as many more."""
+        """A mask over all keys twice: of the first half a query sees near ones, then far ones."""
         kind = (layer_type, first, keys, limit)
         if kind not in self._made:
             batch, _, length, _ = mask.shape

@@ -77,7 +77,7 @@ class Pass(NamedTuple):
 
     @property
     def has_masks(self) -> bool:
-        """Whether layers take no mask that the family's decoder makes."""
+        """Whether layers take their masks from here, so that the family's decoder makes none."""
         return any(x is not None for x in (self.band, self.roles, self.linear))
 
     def layer(

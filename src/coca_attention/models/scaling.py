@@ -96,7 +96,7 @@ def set_rotary_scaling(
 def _changed_parameters(
     config: PreTrainedConfig, kind: str, given: dict[str, object]
 ) -> dict[str, Any]:
-    """The rotary parameters of a configuration with another rule; of given ones, None is none."""
+    """The rotary parameters of a configuration with another rule; None counts as not given."""
     if not isinstance(kind, str) or kind not in RULES:
         raise UserError(f"unknown rotary scaling {kind!r}; choose one of {', '.join(RULES)}")
     rule, rope, trained = RULES[kind], rope_parameters(config), original_length(config)

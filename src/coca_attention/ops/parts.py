@@ -20,7 +20,10 @@ FLASH_WIDTH = 192
 
 
 class Part(NamedTuple):
-    """Keys that some queries see: all of them, or of a square those up to or from the diagonal."""
+    """Queries (rows) and keys (columns) of which every query sees all, or part of a square.
+
+    In ``lower`` a query sees the keys up to the diagonal, in ``upper`` those from it on.
+    """
 
     rows: slice
     columns: slice
@@ -87,7 +90,7 @@ def _shift(span: slice, by: int) -> slice:
 
 
 def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """As autocast gives them to an attention function: graphs and operators of ours it skips."""
+    """The tensors in the dtype of autocast, which casts none for operators of our own."""
     dtype = _autocast_dtype(tensors[0])
     return tuple(x.to(dtype) for x in tensors)
 
@@ -135,7 +138,7 @@ def attend_parts(
 
 
 def of_one_width(*tensors: Tensor) -> list[Tensor]:
-    """The same with columns of zeros, which change neither the scores nor the output."""
+    """The tensors, padded to one width with zeros, which change neither scores nor output."""
     # With unequal widths PyTorch falls back to a kernel that materializes the score matrix.
     widths = [x.shape[-1] for x in tensors]
     if len(set(widths)) == 1:  # padding by nothing is a copy
