@@ -74,8 +74,8 @@ class Rule:
 
         From ``longest``, a model's ``max_position_embeddings``, ``longrope`` derives its factor.
         """
-        given = {name: value for name, value in parameters.items() if value is not None}
-        given = {"training_length": training_length, **given}
+        given: dict[str, Any] = {"training_length": training_length}
+        given |= {name: value for name, value in parameters.items() if value is not None}
         known = [name for name in cls.field_names() if given.get(name) is not None]
         given = {n: tuple(given[n]) if isinstance(given[n], list) else given[n] for n in known}
         if "factor" in given:
