@@ -30,7 +30,7 @@ def write_text(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
-        replace(partial, path)
+        put_in_place(partial, path)
     except OSError as error:
         error.filename = str(path)  # a full disk comes without
         raise
@@ -53,7 +53,7 @@ def read_json(path: Path) -> Any:
         ) from error
 
 
-def replace(partial: Path, path: Path) -> None:
+def put_in_place(partial: Path, path: Path) -> None:
     """Move a finished file or folder to its place, on the disk before and after."""
     mask = os.umask(0o022)
     os.umask(mask)
@@ -98,7 +98,7 @@ def writing(target: Path) -> Iterator[Path]:
         remove()  # of a process that was killed
         try:
             yield partial
-            replace(partial, target)
+            put_in_place(partial, target)
         finally:
             remove()
 

@@ -34,6 +34,7 @@ from coca_lab.files import read_json, write_json
 from coca_lab.folders import write_card
 from coca_lab.loading import load_model, model_without_weights
 from coca_lab.recipe import Recipe, all_fields
+from coca_lab.recipe_sections import TrainingRecipe
 from coca_lab.training.checkpoints import catch_write_errors, last_state
 from coca_lab.training.folder import (
     STAGE_FILE,
@@ -47,8 +48,9 @@ from coca_lab.training.folder import (
 )
 from coca_lab.training.model import choose_parameters, load_teacher, make_model
 from coca_lab.training.objectives import teacher_loss
+from coca_lab.training.settings import training_arguments
 from coca_lab.training.texts import TrainingData, load_data, load_run_tokenizer
-from coca_lab.training.trainer import RecipeTrainer, training_arguments
+from coca_lab.training.trainer import RecipeTrainer
 
 log = logging.getLogger(__name__)
 
@@ -181,13 +183,9 @@ def fit(run: Run, number: int) -> dict[str, Any]:
     whole = run.start_of(number)
     parameters, model = whole.num_parameters(), choose_parameters(whole, stage)
     trained = model.num_parameters(only_trainable=True)
+    sizes = {"parameters": parameters, "trained": trained, "trained_share": trained / parameters}
     if state.is_main_process:
-        few = "" if trained == parameters else f" ({trained:,} of them trained)"
-        start = f"resuming from step {before.global_step:,}" if resume else "from the first step"
-        log.info(
-            f"{folder}: {parameters:,} parameters{few} on {state.device}, {settings.steps:,} steps "
-            f"of {settings.global_batch_size:,} blocks, {start}"
-        )
+        log.info("%s: %s", folder, _start(settings, sizes, resume and before.global_step))
     learns = stage.objective != "next_token"
     objective = teacher_loss(load_teacher(recipe), model, stage.objective) if learns else None
     with objective or nullcontext() as loss:
@@ -205,14 +203,10 @@ def fit(run: Run, number: int) -> dict[str, Any]:
     tokens = settings.global_batch_size * recipe.data.block_length
     done = settings.steps - before.global_step
     summary = {
-        "name": stage.name,
-        "train": stage.train,
-        "objective": stage.objective,
+        **{name: getattr(stage, name) for name in ("name", "train", "objective")},
         "steps": settings.steps,
         "tokens": settings.steps * tokens,
-        "parameters": parameters,
-        "trained": trained,
-        "trained_share": trained / parameters,
+        **sizes,
         "seconds": seconds if resume is None else None,  # of the whole stage
         "throughput": {"tokens_per_second": done * tokens / seconds} if seconds else None,
         **trainer.curves(),
@@ -224,6 +218,16 @@ def fit(run: Run, number: int) -> dict[str, Any]:
             write_json(folder / STAGE_FILE, summary)
     state.wait_for_everyone()
     return summary
+
+
+def _start(settings: TrainingRecipe, sizes: dict[str, float], resumed: int | None) -> str:
+    """What a stage trains, and from which step, in a few words."""
+    few = "" if sizes["trained_share"] == 1 else f" ({sizes['trained']:,} of them trained)"
+    from_step = "from the first step" if resumed is None else f"resuming from step {resumed:,}"
+    return (
+        f"{sizes['parameters']:,} parameters{few} on {PartialState().device}, {settings.steps:,} "
+        f"steps of {settings.global_batch_size:,} blocks, {from_step}"
+    )
 
 
 # Summarise: the record that marks the run as finished

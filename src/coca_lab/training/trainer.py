@@ -1,21 +1,14 @@
-"""Transformers' Trainer with the paper's schedule, a stop at NaN, and reliable checkpoints.
-
-Under FSDP2 it needs more than the configuration of Accelerate: see `prepare_sharding`.
-"""
+"""Transformers' Trainer with the paper's schedule, a stop at NaN, and reliable checkpoints."""
 
 import math
-import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import AutocastKwargs, gather_object
-from accelerate.utils.constants import FSDP_MODEL_NAME
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -32,10 +25,9 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from coca_attention.errors import UserError
-from coca_lab.files import replace
+from coca_lab.files import put_in_place
 from coca_lab.loading import no_progress_bars
-from coca_lab.recipe import Recipe
-from coca_lab.recipe_sections import StageRecipe, TrainingRecipe
+from coca_lab.recipe_sections import TrainingRecipe
 from coca_lab.training.callbacks import LogLastStep, StopOnSignal, shown
 from coca_lab.training.checkpoints import (
     catch_write_errors,
@@ -46,6 +38,8 @@ from coca_lab.training.checkpoints import (
 )
 from coca_lab.training.objectives import Loss
 from coca_lab.training.retrieval import Retrieval
+from coca_lab.training.settings import learning_rate_share
+from coca_lab.training.sharding import check_kind, prepare_sharding
 
 UNLOGGED = "unlogged"
 """In the state of a checkpoint, the losses that `RecipeTrainer.log` has yet to log."""
@@ -53,88 +47,6 @@ UNLOGGED = "unlogged"
 
 class TrainingDiverged(UserError):
     """The loss or a weight is no longer finite; such weights are never saved."""
-
-
-def learning_rate_share(step: int, settings: TrainingRecipe) -> float:
-    """Learning rate of a step, 0 … steps - 1, as a share of the peak: a line up, a line down."""
-    # From paper §3.3. Trainer's schedulers begin at 0 and end at 0, or one step later.
-    start = settings.initial_learning_rate / settings.learning_rate
-    warmup = round(settings.warmup_share * settings.steps)
-    if step < warmup:
-        return start + (1 - start) * step / warmup
-    decay = max(settings.steps - 1 - warmup, 1)
-    return 1 - (1 - settings.final_share) * min((step - warmup) / decay, 1.0)
-
-
-def training_arguments(
-    recipe: Recipe, stage: StageRecipe, folder: Path, processes: int = 1
-) -> TrainingArguments:
-    """Transformers' arguments for a stage in a folder; UserError if the recipe does not fit."""
-    if processes == 1 and torch.cuda.device_count() > 1:
-        raise UserError(
-            f"one process cannot use {torch.cuda.device_count()} GPUs: start one process per GPU "
-            "with accelerate launch, or select a GPU with CUDA_VISIBLE_DEVICES=0"
-        )
-    settings = stage.settings(recipe.training)
-    per_pass = settings.micro_batch_size * processes
-    if settings.global_batch_size % per_pass:
-        raise UserError(
-            "global_batch_size must be a multiple of micro_batch_size x processes; got "
-            f"{settings.global_batch_size} and {settings.micro_batch_size} x {processes}"
-        )
-    known = _known_arguments(settings) | {
-        "output_dir": str(folder / "checkpoints"),
-        "gradient_accumulation_steps": settings.global_batch_size // per_pass,
-    }
-    if recipe.is_ordered:
-        known["train_sampling_strategy"] = "sequential"
-    if (every := recipe.validation.every) is not None:
-        known |= {"eval_strategy": "steps", "eval_steps": every, "eval_on_start": True}
-    if taken := sorted(set(known) & set(settings.trainer)):
-        raise UserError(f"training.trainer repeats what the recipe sets itself: {', '.join(taken)}")
-    try:
-        arguments = TrainingArguments(**known, **settings.trainer)
-    except (TypeError, ValueError, ImportError, OSError) as error:
-        raise UserError(f"training.trainer: {error}") from error
-    # For float32, Trainer would use the configuration of accelerate launch.
-    names = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
-    arguments.mixed_precision = names[settings.precision]
-    return arguments
-
-
-def _known_arguments(settings: TrainingRecipe) -> dict[str, Any]:
-    """Arguments that the section training determines, or that reliable checkpoints need."""
-    # Renamed during Transformers 5.
-    checkpointing = {"activation_checkpointing", "gradient_checkpointing"}
-    names = checkpointing & {item.name for item in fields(TrainingArguments)}
-    return {
-        "max_steps": settings.steps,
-        "per_device_train_batch_size": settings.micro_batch_size,
-        "per_device_eval_batch_size": settings.micro_batch_size,
-        "learning_rate": settings.learning_rate,
-        "adam_beta1": settings.beta1,
-        "adam_beta2": settings.beta2,
-        "weight_decay": settings.weight_decay,
-        "max_grad_norm": settings.max_grad_norm,
-        "bf16": settings.precision == "bfloat16",
-        "fp16": settings.precision == "float16",
-        "seed": settings.seed,
-        "data_seed": settings.seed,
-        "save_steps": settings.save_every,
-        "save_total_limit": None,  # `_save_checkpoint` removes old ones
-        "logging_steps": settings.log_every,
-        "logging_first_step": True,
-        "logging_nan_inf_filter": False,
-        # `shown` adds TensorBoard's callback, with the folder of the run.
-        "report_to": [name for name in settings.report_to if name != "tensorboard"] or "none",
-        "remove_unused_columns": False,
-        "dataloader_drop_last": True,
-        # A resumed run continues with the next block.
-        "ignore_data_skip": False,
-        min(names): settings.gradient_checkpointing,
-        "torch_compile": settings.compile,
-        "use_cpu": not torch.accelerator.is_available(),
-    }
 
 
 class RecipeTrainer(Trainer):
@@ -332,7 +244,7 @@ class RecipeTrainer(Trainer):
             for path in partial.iterdir():
                 if path.is_dir():  # chat templates; a folder takes the place of an empty one alone
                     shutil.rmtree(folder / path.name, ignore_errors=True)
-                replace(path, folder / path.name)
+                put_in_place(path, folder / path.name)
             partial.rmdir()
 
     def _check_finite(self) -> None:
@@ -394,57 +306,3 @@ def _cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
                 "model.dtype to bfloat16 or float32, and run the same command again"
             )
     return cast
-
-
-def prepare_sharding(accelerator: Accelerator, arguments: TrainingArguments) -> None:
-    """Adjust a new Accelerator where FSDP is configured; UserError if it cannot be used so."""
-    parallel = accelerator.parallelism_config
-    launched = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    is_sharded = launched or arguments.fsdp_plugin_args is not None
-    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None) if is_sharded else None
-    if parallel is not None and parallel.non_data_parallel_size > 1:
-        raise UserError(
-            "coca train reads other blocks in every process: set cp_size, sp_size and tp_size of "
-            "parallelism_config to 1, and shard the weights by FSDP2 instead"
-        )
-    if not is_sharded:
-        return
-    if plugin is None:
-        raise UserError(
-            "FSDP is configured but there is no process per GPU: start with accelerate launch "
-            "--config_file recipes/accelerate/NAME.yaml, on a machine with GPUs"
-        )
-    if arguments.torch_compile:
-        raise UserError("training.compile cannot be combined with FSDP: leave one of them out")
-    if plugin.fsdp_version != 2:
-        raise UserError(
-            f"FSDP version {plugin.fsdp_version} is not supported: set fsdp_version: 2 in the "
-            "configuration of accelerate launch"
-        )
-    if plugin.cpu_ram_efficient_loading:
-        raise UserError(
-            "cpu_ram_efficient_loading leaves the weights empty on all processes except the first, "
-            "but each has to convert its start and load its teacher: set "
-            "fsdp_cpu_ram_efficient_loading: false"
-        )
-    if plugin.activation_checkpointing:
-        raise UserError(
-            "activation checkpointing is controlled by the recipe: set "
-            "fsdp_activation_checkpointing: false, and training.gradient_checkpointing"
-        )
-    # Autocast in place of FSDP's casts, which would round cos and sin. Its cache would keep the
-    # weights that are freed after each layer.
-    plugin.mixed_precision_policy = None
-    accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)  # pyright: ignore
-    # Gradients are sharded after every micro-batch, so accumulation never holds a full copy.
-    accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
-
-
-def check_kind(checkpoint: Path, sharded: bool) -> None:
-    """Raise UserError unless a checkpoint was written as this run is: with FSDP, or without."""
-    if sharded != any(checkpoint.glob(f"{FSDP_MODEL_NAME}*")):
-        written, now = ("without", "with") if sharded else ("with", "without")
-        raise UserError(
-            f"{checkpoint} was written {written} FSDP, and this run is {now} it: resume it as it "
-            "was started, or start over in another --output"
-        )

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from coca_attention.errors import UserError
 from coca_lab.training import as_yaml, last_checkpoint, load_recipe, read_summary, retrieval, train
 from coca_lab.training.checkpoints import catch_read_errors, catch_write_errors
-from coca_lab.training.trainer import check_kind, prepare_sharding
+from coca_lab.training.sharding import check_kind, prepare_sharding
 from conftest import VOCABULARY
 from families import FAMILIES, vanilla
 from runs import changed, recipe, unfinished, weights, write_recipe

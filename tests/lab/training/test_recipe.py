@@ -17,7 +17,7 @@ from coca_lab.recipe import DataRecipe, ModelRecipe, Recipe
 from coca_lab.recipe_sections import TrainingRecipe
 from coca_lab.training import as_yaml, load_recipe
 from coca_lab.training.model import _load_start, model_config
-from coca_lab.training.trainer import learning_rate_share, training_arguments
+from coca_lab.training.settings import learning_rate_share, training_arguments
 from families import vanilla
 
 RECIPES = Path(__file__).parents[3] / "recipes"
