@@ -26,10 +26,12 @@ WITH_DECAY = {
     "decay-12": ("embedding-12",),
 }
 """Arms without a decay, by the one with it in a like body."""
-Trials = dict[str, list[dict[str, Any]]]
+Trial = dict[str, Any]
+"""What the file of a trial has."""
+Trials = dict[str, list[Trial]]
 
 
-def log_perplexity(measured: dict[str, Any], longest: int, window: int) -> float | None:
+def log_perplexity(measured: Trial, longest: int, window: int) -> float | None:
     """Nats per token in documents of some length; None where it was not measured."""
     for cell in measured["text"]:
         if (cell["longest"], cell["window"]) == (longest, window):
@@ -70,7 +72,7 @@ def decay_table(trials: Trials) -> Iterator[list[str]]:
                 yield [arm, base, ", ".join(map(str, seeds)), *cells]
 
 
-def _difference(pairs: list[Any], window: int) -> str:
+def _difference(pairs: list[tuple[Trial, Trial]], window: int) -> str:
     """In percent, with the interval over seeds."""
     found = [
         [log_perplexity(trial["measured"][TRAINED], 4096, window) or 0.0 for trial in pair]

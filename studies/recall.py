@@ -5,7 +5,6 @@ PYTHONPATH=src:. python -m studies.recall
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -28,6 +27,8 @@ SAME_RATE = [("roles-decay", "roles", 1.5e-3), ("roles-decay", "roles", 6e-3)]
 SAME_RATE += [("native", "roles", 6e-3)]
 """Pairs that were run with a common rate after the rule's had been, which differ in theirs."""
 _COLUMNS = [f"at {LENGTH} tokens", f"at {LENGTHS[-1]:,}, {FAR[0]} tokens back or more"]
+Arms = dict[str, pd.DataFrame]
+"""The answers of every arm."""
 _NAMES = ["arm", "rate", "seed", "tried", "best", "length", "pairs", "octave", "asked", "right"]
 
 
@@ -51,8 +52,11 @@ def read_answers(path: Path) -> pd.DataFrame:
 
 
 def shares(
-    answers: Any, length: int, loads: Collection[int], octaves: Collection[int] | None = None
-) -> Any:
+    answers: pd.DataFrame,
+    length: int,
+    loads: Collection[int],
+    octaves: Collection[int] | None = None,
+) -> pd.Series:
     """Right answers of those asked for, by seed; at all distances, or those of some octaves."""
     chosen = answers[(answers.length == length) & answers.pairs.isin(loads)]
     if octaves is not None:
@@ -61,19 +65,19 @@ def shares(
     return sums.right / sums.asked
 
 
-def _near(answers: Any) -> Any:
+def _near(answers: pd.DataFrame) -> pd.Series:
     return shares(answers, LENGTH, LOADS)
 
 
-def _far(answers: Any) -> Any:
+def _far(answers: pd.DataFrame) -> pd.Series:
     return shares(answers, LENGTHS[-1], LOADS, FAR)
 
 
-def _mean(values: Any) -> str:
+def _mean(values: pd.Series) -> str:
     return mean_and_interval(values.tolist(), lambda x: f"{round(x, 2) + 0.0:.2f}")
 
 
-def lengths_table(arms: dict[str, Any]) -> Iterator[list[str]]:
+def lengths_table(arms: Arms) -> Iterator[list[str]]:
     """Right answers by length, and how many runs have learned the task."""
     yield ["arm", "rate", "learned", *(f"{length:,} tokens" for length in LENGTHS)]
     for arm, of in arms.items():
@@ -83,7 +87,7 @@ def lengths_table(arms: dict[str, Any]) -> Iterator[list[str]]:
         yield [arm, f"{of.rate.iloc[0]:g}", learned, *cells]
 
 
-def loads_table(arms: dict[str, Any]) -> Iterator[list[str]]:
+def loads_table(arms: Arms) -> Iterator[list[str]]:
     """Right answers by the number of pairs, in the shortest and the longest texts."""
     cells = [(LENGTH, pairs) for pairs in LOADS]
     cells += [(LENGTHS[-1], pairs) for pairs in (*LOADS, MOST)]
@@ -92,14 +96,14 @@ def loads_table(arms: dict[str, Any]) -> Iterator[list[str]]:
         yield [arm, *(_mean(shares(of, n, (pairs,))) for n, pairs in cells)]
 
 
-def octaves_table(arms: dict[str, Any]) -> Iterator[list[str]]:
+def octaves_table(arms: Arms) -> Iterator[list[str]]:
     """Right answers by octave of distance in the longest texts."""
     yield [f"distance, at {LENGTHS[-1]:,} tokens", *(f"{o:,} to {2 * o - 1:,}" for o in OCTAVES)]
     for arm, of in arms.items():
         yield [arm, *(_mean(shares(of, LENGTHS[-1], LOADS, [octave])) for octave in OCTAVES)]
 
 
-def rates_table(answers: Any) -> Iterator[list[str]]:
+def rates_table(answers: pd.DataFrame) -> Iterator[list[str]]:
     """Right answers of every arm with every learning rate, whatever the seed."""
     yield ["arm", "rate", "seeds", *_COLUMNS]
     for arm in answers[answers.best].arm.unique():
@@ -109,7 +113,7 @@ def rates_table(answers: Any) -> Iterator[list[str]]:
             yield [arm, f"{rate:g}", ", ".join(map(str, near.index)), *columns]
 
 
-def pairs_table(arms: dict[str, Any]) -> Iterator[list[str]]:
+def pairs_table(arms: Arms) -> Iterator[list[str]]:
     """Differences of right answers between arms, seed by seed."""
     yield ["difference", *_COLUMNS]
     for arm, other in PAIRS:
@@ -117,7 +121,7 @@ def pairs_table(arms: dict[str, Any]) -> Iterator[list[str]]:
             yield from _difference(f"{arm} − {other}", arms[arm], arms[other])
 
 
-def same_rate_table(answers: Any) -> Iterator[list[str]]:
+def same_rate_table(answers: pd.DataFrame) -> Iterator[list[str]]:
     """The same for arms with one learning rate, which need not be their best."""
     yield ["difference, with one rate", *_COLUMNS]
     final = answers[~answers.tried]
@@ -126,14 +130,14 @@ def same_rate_table(answers: Any) -> Iterator[list[str]]:
         yield from _difference(f"{arm} − {other}, {rate:g}", *pair)
 
 
-def _difference(name: str, one: Any, two: Any) -> Iterator[list[str]]:
+def _difference(name: str, one: pd.DataFrame, two: pd.DataFrame) -> Iterator[list[str]]:
     """A row with the differences of runs with the same seed, if there are any."""
     found = [(measure(one) - measure(two)).dropna() for measure in (_near, _far)]
     if len(found[0]):
         yield [name, *map(_mean, found)]
 
 
-def tables(answers: Any) -> str:
+def tables(answers: pd.DataFrame) -> str:
     """All tables of the page."""
     final = answers[answers.best]
     arms = {arm: final[final.arm == arm] for arm in final.arm.unique()}

@@ -9,7 +9,7 @@ import json
 import re
 import textwrap
 from argparse import SUPPRESS, ArgumentParser, HelpFormatter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import MISSING, fields, is_dataclass
@@ -25,6 +25,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from coca_attention.errors import UserError, did_you_mean, error_prefix
 
 Settings = TypeVar("Settings")
+Values = dict[str, Any]
+"""Fields by their names, those of nested dataclasses as mappings, before they are checked."""
 Sections = Mapping[str, tuple[type, str]]
 """Optional sections of a YAML file by name: the dataclass of their fields, and a line of help."""
 TASK_FIELD = "tasks"
@@ -42,16 +44,17 @@ class SettingsParser(ArgumentParser):
     has a sentence on each field of ``shown``, by default all that is documented.
     """
 
-    def __init__(self, program: str, shown: Collection[str] = (), **options: Any) -> None:
+    def __init__(self, program: str, shown: Collection[str] = (), **options: str | bool) -> None:
         layout: Any = partial(HelpFormatter, width=80, max_help_position=36)
-        super().__init__(program, allow_abbrev=False, formatter_class=layout, **options)
-        self.shown, self.types = shown, dict[str, Any]()
+        fixed: Any = {"allow_abbrev": False, "formatter_class": layout}
+        super().__init__(program, **fixed, **options)
+        self.shown, self.types = shown, dict[str, object]()
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError in place of printing the usage."""
         raise UserError(f"{message} (see {self.prog} --help)")
 
-    def add_settings(self, theclass: Any, prefix: str = "", title: str = "") -> None:
+    def add_settings(self, theclass: type, prefix: str = "", title: str = "") -> None:
         """Add the fields of a dataclass, those of nested ones as ``section.field``."""
         docs, types = field_docs(theclass), get_type_hints(theclass)
         group = self.add_argument_group(first_sentence(title or theclass.__doc__ or ""))
@@ -65,17 +68,19 @@ class SettingsParser(ArgumentParser):
             for each in filter(is_dataclass, get_args(kind)):
                 text += " Fields: " + " ".join(f"{n}: {doc}" for n, doc in field_docs(each).items())
             text = self._help(name, text, item.default)
-            options: Any = {"dest": name, "default": SUPPRESS, "metavar": _metavar(kind)}
-            group.add_argument(_option(name), help=text, **options)
+            metavar = _metavar(kind)
+            group.add_argument(
+                _option(name), dest=name, default=SUPPRESS, metavar=metavar, help=text
+            )
 
-    def _help(self, name: str, text: str, default: Any) -> str:
+    def _help(self, name: str, text: str, default: object) -> str:
         if self.shown:
             text = first_sentence(text) if name in self.shown else SUPPRESS
         if text != SUPPRESS and default not in (MISSING, None, False, ""):
             text = f"{text.rstrip('.')} (default: {default})"
         return text.replace("%", "%%")
 
-    def read(self, words: Sequence[str]) -> dict[str, Any]:
+    def read(self, words: Sequence[str]) -> Values:
         """The values that words of a command line set, by dotted names, before they are checked."""
         found, unknown = self.parse_known_args(list(self._spelled(words)))
         if unknown:
@@ -96,7 +101,7 @@ class SettingsParser(ArgumentParser):
             else:
                 yield f"{_option(name)}{equals}{value}"
 
-    def _value(self, name: str, text: Any) -> Any:
+    def _value(self, name: str, text: str) -> object:
         """A word as pydantic takes it: text where a field takes text, else YAML."""
         kinds = _alternatives(self.types.get(name, str))
         if text != "null" and any(one is str or get_origin(one) is Literal for one in kinds):
@@ -149,7 +154,7 @@ def read_settings(
     return settings
 
 
-def option_words(options: Mapping[str, Any]) -> list[str]:
+def option_words(options: Mapping[str, object]) -> list[str]:
     """Fields by their dotted names as they are written on the command line."""
     return [
         f"--{name}={value if isinstance(value, str) else json.dumps(value)}"
@@ -157,7 +162,7 @@ def option_words(options: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def put(changes: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
+def put(changes: Mapping[str, object], content: Mapping[str, object]) -> Values:
     """A copy of nested values with changes by their dotted names."""
     values = deepcopy(dict(content))
     for name, value in changes.items():
@@ -170,7 +175,7 @@ def put(changes: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any
     return values
 
 
-def checked(theclass: type[Settings], values: Any, prefix: str = "") -> Settings:
+def checked(theclass: type[Settings], values: object, prefix: str = "") -> Settings:
     """An instance of a dataclass from nested values; UserError with every field that is wrong."""
     fields_of: Any = dict[str, theclass]  # pyright: ignore[reportInvalidTypeForm]
     adapter = TypeAdapter(fields_of, config=ConfigDict(extra="forbid"))
@@ -202,7 +207,7 @@ def _problem(theclass: type, problem: Any, prefix: str) -> str:
 class _Loader(yaml.SafeLoader):
     """YAML in which a key may be given once, and aliases repeat values within reason."""
 
-    def get_single_node(self) -> Any:
+    def get_single_node(self) -> yaml.Node | None:
         root = super().get_single_node()
         left, nodes = MOST_VALUES, [] if root is None else [root]
         while nodes:
@@ -216,8 +221,10 @@ class _Loader(yaml.SafeLoader):
                 raise UserError(f"more than {MOST_VALUES:,} values, with those that aliases repeat")
         return root
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
+    def construct_mapping(
+        self, node: yaml.MappingNode, deep: bool = False
+    ) -> dict[Hashable, object]:
+        seen = set[str]()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
                 line = key.start_mark.line + 1
@@ -247,7 +254,7 @@ def find_file(name: str | Path, kind: str) -> Path:
     raise UserError(f"{name}: no such {kind}{did_you_mean(str(name), known, other)}")
 
 
-def read_yaml(path: str | Path, kind: str) -> dict[str, Any]:
+def read_yaml(path: str | Path, kind: str) -> Values:
     """The content of a YAML file, or of one of the project's by its name."""
     path = find_file(path, kind)
     try:
@@ -283,12 +290,12 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _alternatives(annotation: Any) -> tuple[Any, ...]:
+def _alternatives(annotation: object) -> tuple[Any, ...]:
     """The members of a union, or the type itself."""
     return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
 
 
-def _metavar(annotation: Any) -> str:
+def _metavar(annotation: object) -> str:
     """What the help shows as the value of an option."""
     kind = next(one for one in _alternatives(annotation) if one is not NoneType)
     inner = get_args(kind)

@@ -45,11 +45,13 @@ REPEATED += [("b", "far", "c", "limited")]
 EQUIVALENT = math.log(1.01)
 DRAWS = 10_000
 
-Runs = dict[tuple[str, int], dict[str, Any]]
+Trial = dict[str, Any]
+"""What the file of a trial has."""
+Runs = dict[tuple[str, int], Trial]
 """Final runs that ended, by arm and seed."""
 
 
-def read_runs(folder: str | Path) -> tuple[list[dict[str, Any]], Runs]:
+def read_runs(folder: str | Path) -> tuple[list[Trial], Runs]:
     """All trials in the order of their names, and of them the final runs at the usual length."""
     trials = [read_json(path) for path in sorted(Path(folder).glob("*.json"))]
     return trials, {
@@ -59,13 +61,13 @@ def read_runs(folder: str | Path) -> tuple[list[dict[str, Any]], Runs]:
     }
 
 
-def scores(run: dict[str, Any], place: tuple[int, int, int | None]) -> dict[str, Any]:
+def scores(run: Trial, place: tuple[int, int, int | None]) -> Trial:
     """Nats and tokens of every document at a place; empty where it was not measured."""
     cells = (x for x in run.get("text", ()) if (x["longest"], x["window"]) == place[:2])
     return next((x for x in cells if x.get("max_distance") == place[2]), {})
 
 
-def value(run: dict[str, Any], place: tuple[int, int, int | None]) -> float:
+def value(run: Trial, place: tuple[int, int, int | None]) -> float:
     """Log perplexity at a place; infinite for a run that diverged, NaN if it was not measured."""
     if run["status"] != "finished":
         return math.inf
@@ -73,7 +75,7 @@ def value(run: dict[str, Any], place: tuple[int, int, int | None]) -> float:
     return sum(cell["nats"]) / sum(cell["tokens"]) if cell else math.nan
 
 
-def compare(runs: Runs, arm: str, other: str, measure: str, seeds: range) -> dict[str, Any] | None:
+def compare(runs: Runs, arm: str, other: str, measure: str, seeds: range) -> Trial | None:
     """The difference of two arms on a measure, or None before all seeds of both are measured.
 
     A run that diverged leaves no interval, and its arm does not win.
@@ -97,7 +99,7 @@ def compare(runs: Runs, arm: str, other: str, measure: str, seeds: range) -> dic
     }
 
 
-def bootstrap(pairs: list[Any], place: tuple[int, int, int | None]) -> list[float]:
+def bootstrap(pairs: list[tuple[Trial, Trial]], place: tuple[int, int, int | None]) -> list[float]:
     """95 % interval of the difference, with seeds and documents both drawn again."""
     cells = [[scores(run, place) for run in pair] for pair in pairs]
     nats = np.array([np.subtract(a["nats"], b["nats"]) for a, b in cells])
@@ -125,11 +127,11 @@ def wins(runs: Runs, arm: str, other: str, seeds: range) -> list[str]:
     return [name for name, is_so in won.items() if is_so]
 
 
-def verdict(runs: Runs) -> list[dict[str, Any]]:
+def verdict(runs: Runs) -> list[Trial]:
     """All comparisons; of those that the rule names, who won and whether it was repeated."""
     found = []
     for arm, other in RULE + BESIDES:
-        each: dict[str, Any] = {"arm": arm, "other": other, "decides": (arm, other) in RULE}
+        each: Trial = {"arm": arm, "other": other, "decides": (arm, other) in RULE}
         each |= {name: compare(runs, arm, other, name, SEEDS) for name in MEASURES}
         if each["decides"]:
             won, again = wins(runs, arm, other, SEEDS), wins(runs, arm, other, REPEATS)
@@ -156,7 +158,7 @@ def _mean(values: list[float]) -> str:
     return mean_and_interval(values, lambda nats: f"{math.exp(nats):.2f}")
 
 
-def comparisons_table(compared: list[dict[str, Any]]) -> Iterator[list[str]]:
+def comparisons_table(compared: list[Trial]) -> Iterator[list[str]]:
     """The differences in percent of perplexity."""
     yield ["comparison", "measure", "difference, %", "95 %, seeds", "95 %, seeds × documents",
            "equivalent", "correlation", "wins"]  # fmt: skip
@@ -199,7 +201,7 @@ def _ends(interval: list[float]) -> str:
     return " to ".join(map(percent, interval))
 
 
-def trials_table(trials: list[dict[str, Any]]) -> Iterator[list[str]]:
+def trials_table(trials: list[Trial]) -> Iterator[list[str]]:
     """Every trial, with what it was trained with and what it came to."""
     yield ["arm", "learning rate", "seed", "steps", "status", "perplexity", "seconds"]
     for each in trials:

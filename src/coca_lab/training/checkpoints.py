@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -84,9 +83,9 @@ def reads_checkpoint(load: Callable[..., None]) -> Callable[..., None]:
     """A method of Trainer that reads a checkpoint, its first argument, by `catch_read_errors`."""
 
     @wraps(load)
-    def named(trainer: Any, checkpoint: str | None, *args: Any, **kwargs: Any) -> None:
+    def named(trainer: object, checkpoint: str | None, *rest: object) -> None:
         with catch_read_errors(Path(checkpoint or "")):
-            load(trainer, checkpoint, *args, **kwargs)
+            load(trainer, checkpoint, *rest)
 
     return named
 

@@ -22,6 +22,10 @@ SUMMARY_FILE, STAGE_FILE = "training.json", "stage.json"
 # While a process trains.
 LOCK_FILE = ".lock"
 TEXT_FILE, START_FILE, INPUTS_FILE = "text.json", "start.json", "inputs.json"
+Digest = dict[str, int | str]
+"""Of a text: how many ``tokens`` were read, and their ``sha256``."""
+Summary = dict[str, Any]
+"""The content of ``training.json``, or of the file of a stage."""
 TOKENIZER = "tokenizer"
 """Folder of a newly trained tokenizer."""
 
@@ -31,7 +35,7 @@ def is_finished(output: str | Path) -> bool:
     return (Path(output) / SUMMARY_FILE).is_file()
 
 
-def read_summary(output: str | Path) -> dict[str, Any]:
+def read_summary(output: str | Path) -> Summary:
     """The ``training.json`` of a finished run folder."""
     return read_json(Path(output) / SUMMARY_FILE)
 
@@ -105,7 +109,7 @@ def check_same_inputs(inputs: dict[str, str], output: Path) -> bool:
     return True
 
 
-def check_same_text(fingerprint: dict[str, Any], output: Path) -> None:
+def check_same_text(fingerprint: dict[str, Digest], output: Path) -> None:
     """Write the fingerprint of the texts into the run folder, or compare it with the one there."""
     texts = fingerprint[TEXT] if list(fingerprint) == [TEXT] else fingerprint
     path = output / TEXT_FILE

@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 
 from coca_attention.errors import UserError
@@ -39,11 +40,11 @@ TRAINED = {
 }
 
 
-def make_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
+def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """The model that training starts from, in float32; UserError if it does not fit the recipe."""
     if recipe.model.start is None:
         config = model_config(recipe, len(tokenizer), tokenizer.eos_token_id)
-        model: Any = use_fused_attention(AutoModelForCausalLM.from_config(config))
+        model = use_fused_attention(AutoModelForCausalLM.from_config(config))
     else:
         model = _load_start(recipe.model, recipe.model.start)
         check_vocabulary(model, tokenizer)
@@ -106,7 +107,7 @@ def _extend_length(model: PreTrainedModel, recipe: Recipe) -> None:
         config.max_position_embeddings = length
 
 
-def choose_parameters(model: PreTrainedModel, stage: StageRecipe) -> Any:
+def choose_parameters(model: PreTrainedModel, stage: StageRecipe) -> PreTrainedModel:
     """The model with all parameters frozen but those that a stage trains; PEFT's for ``lora``."""
     if stage.train == "all":
         return model.requires_grad_(True)
@@ -133,7 +134,9 @@ def choose_parameters(model: PreTrainedModel, stage: StageRecipe) -> Any:
     return model
 
 
-def model_config(recipe: Recipe, vocab_size: int, end_of_text: Any = None) -> PretrainedConfig:
+def model_config(
+    recipe: Recipe, vocab_size: int, end_of_text: int | None = None
+) -> PretrainedConfig:
     """Transformers configuration of a recipe's model.
 
     Args:
@@ -156,7 +159,7 @@ def model_config(recipe: Recipe, vocab_size: int, end_of_text: Any = None) -> Pr
     }
     if model.attention == "alibi":
         return AlibiGPTNeoXConfig(**common, **model.options)
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_base}
+    rope: dict[str, str | float] = {"rope_type": "default", "rope_theta": model.rope_base}
     if model.body == "gpt_neox":
         rope["partial_rotary_factor"] = 1.0
     else:
@@ -173,7 +176,7 @@ def model_config(recipe: Recipe, vocab_size: int, end_of_text: Any = None) -> Pr
     return decoders()[model.body].config(**common | fields)
 
 
-def _attention_fields(model: ModelRecipe, vanilla: Any, length: int) -> dict[str, Any]:
+def _attention_fields(model: ModelRecipe, vanilla: PretrainedConfig, length: int) -> dict[str, Any]:
     """Fields in which a CoCA configuration differs from a vanilla one, for a training length."""
     if model.layers:
         return role_fields(model, model.attention, vanilla, length)

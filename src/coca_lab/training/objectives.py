@@ -13,20 +13,22 @@ windows and positions are those of its family, and wrappers for several processe
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from coca_attention.errors import UserError, error_prefix
 from coca_attention.models.configuration import head_width
 from coca_attention.models.families import family_of
 from coca_lab.recipe_sections import Objective
 
-Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
+Args, Kwargs = tuple[Tensor, ...], dict[str, Tensor]
+"""Of a module, as hooks get them."""
+Loss = Callable[[nn.Module, Kwargs], Tensor]
 """Maps the model, as the Trainer wraps it, and a batch to the mean loss of the batch, a scalar."""
 
 # Weight of the hidden states' relative distance, next to the divergence of the prediction in nats.
@@ -62,7 +64,7 @@ def check_teacher(teacher: PreTrainedModel, student: PreTrainedModel, objective:
         )
 
 
-def _shape(config: Any, objective: Objective) -> dict[str, int]:
+def _shape(config: PretrainedConfig, objective: Objective) -> dict[str, int]:
     """Sizes that teacher and student must have in common."""
     config = config.get_text_config()
     if objective == "logits":
@@ -115,13 +117,13 @@ def _matched_attention(teacher: PreTrainedModel, student: PreTrainedModel) -> It
     inputs, targets, outputs = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
 
     def record(inputs: dict[int, Tensor], index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def hook(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
             inputs[index] = args[0] if args else kwargs["hidden_states"]
 
         return hook
 
-    def replace_input(index: int) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def replace_input(index: int) -> Callable[..., tuple[Args, Kwargs]]:
+        def hook(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
             if not module.training:  # validation measures the model as it is
                 return args, kwargs
             hidden = args[0] if args else kwargs["hidden_states"]
@@ -132,15 +134,17 @@ def _matched_attention(teacher: PreTrainedModel, student: PreTrainedModel) -> It
 
         return hook
 
-    def add_loss(module: nn.Module, args: Any, result: Any) -> Any:
+    def add_loss(
+        module: nn.Module, args: Args, result: CausalLMOutputWithPast
+    ) -> CausalLMOutputWithPast:
         if not module.training:  # validation asks for the model's own loss, and for answers
             return result
         result["loss"] = _mean([relative_distance(outputs[i], targets[i]) for i in targets])
         return result
 
-    hooks: list[Any] = [student.register_forward_hook(add_loss)]
+    hooks = [student.register_forward_hook(add_loss)]
 
-    def before(module: nn.Module, hook: Callable[..., Any]) -> None:
+    def before(module: nn.Module, hook: Callable[..., object]) -> None:
         hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     for index, (attention, projection) in enumerate(_attention_layers(teacher)):
@@ -166,7 +170,7 @@ def _matched_attention(teacher: PreTrainedModel, student: PreTrainedModel) -> It
             hook.remove()
 
 
-def _detach_output(module: nn.Module, args: Any, result: Any) -> Any:
+def _detach_output(module: nn.Module, args: Args, result: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     # Nothing after the layer contributes to the loss, so it needs no graph.
     return (result[0].detach(), *result[1:])
 
@@ -179,11 +183,11 @@ def _attention_layers(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module
 
 
 @torch.no_grad()
-def _read(teacher: Any, batch: dict[str, Tensor], **kwargs: Any) -> Any:
+def _read(teacher: PreTrainedModel, batch: Kwargs, **kwargs: bool | int) -> CausalLMOutputWithPast:
     return teacher(**_inputs(batch), **kwargs)
 
 
-def _inputs(batch: dict[str, Tensor]) -> dict[str, Any]:
+def _inputs(batch: Kwargs) -> dict[str, Tensor | bool]:
     """A batch as a model's inputs; without labels the model computes no loss of its own."""
     # Positions tell packed documents apart.
     names = ("input_ids", "attention_mask", "position_ids")

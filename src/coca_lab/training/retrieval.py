@@ -7,12 +7,11 @@ own.
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coca_attention.errors import error_prefix
 from coca_lab.data.ruler import ANSWER_TOKENS, RulerTask, ask_for_ruler, string_match
@@ -46,21 +45,20 @@ class Retrieval:
     questions: dict[str, Questions]  # by the names of their figures, such as passkey_256
     tokens: int  # of the prompts of a batch
 
-    def describe(self) -> dict[str, dict[str, Any]]:
+    def describe(self) -> dict[str, dict[str, str | int]]:
         """``what`` is asked for, the ``length`` and the number of ``prompts``, by name."""
         return {
             name: {"what": each.what, "length": each.length, "prompts": len(each.prompts)}
             for name, each in self.questions.items()
         }
 
-    def shares(self, model: Any) -> dict[str, float]:
+    def shares(self, model: PreTrainedModel) -> dict[str, float]:
         """What a model in evaluation mode finds, by name; all processes ask together."""
         return {name: self._share(model, each) for name, each in self.questions.items()}
 
-    def _share(self, model: Any, questions: Questions) -> float:
+    def _share(self, model: PreTrainedModel, questions: Questions) -> float:
         prompts, state = questions.prompts, PartialState()
         size = max(1, self.tokens // questions.length)
-        mine: Any
         scores: dict[int, float] = {}
         # All processes answer equally many: some repeat the last prompt, which counts once.
         with state.split_between_processes([*range(len(prompts))], apply_padding=True) as mine:

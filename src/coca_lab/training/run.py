@@ -16,7 +16,6 @@ from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -40,6 +39,7 @@ from coca_lab.training.folder import (
     STAGE_FILE,
     START_FILE,
     SUMMARY_FILE,
+    Summary,
     check_finished,
     check_same_text,
     claim,
@@ -167,7 +167,7 @@ def measure_start(run: Run) -> None:
 # Fit: one stage after another
 
 
-def fit(run: Run, number: int) -> dict[str, Any]:
+def fit(run: Run, number: int) -> Summary:
     """Train a stage from its last checkpoint, or its start, and save its model; its summary."""
     gc.collect()  # the trainer and the model of the previous stage refer to each other
     recipe, folder, state = run.recipe, run.folder(number), PartialState()
@@ -233,7 +233,7 @@ def _start(settings: TrainingRecipe, sizes: dict[str, float], resumed: int | Non
 # Summarise: the record that marks the run as finished
 
 
-def summarise(run: Run, stages: list[dict[str, Any]]) -> None:
+def summarise(run: Run, stages: list[Summary]) -> None:
     """Write the model card and ``training.json``, which marks the run as finished."""
     recipe, data, config = run.recipe, run.data, AutoConfig.from_pretrained(run.output)
     seconds = [stage["seconds"] for stage in stages]
@@ -270,7 +270,7 @@ def summarise(run: Run, stages: list[dict[str, Any]]) -> None:
     write_json(run.output / SUMMARY_FILE, summary)
 
 
-def join_curves(stages: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+def join_curves(stages: Sequence[Summary], name: str) -> list[Summary]:
     """``curve`` or ``validation`` of all stages on one axis; entries name their stage, if any."""
     entries, done = [], 0
     for summary in stages:
@@ -280,7 +280,7 @@ def join_curves(stages: Sequence[dict[str, Any]], name: str) -> list[dict[str, A
     return entries
 
 
-def what_was_kept(summary: dict[str, Any]) -> str:
+def what_was_kept(summary: Summary) -> str:
     """What a run, by its `read_summary`, has kept of its start; empty where it was not measured."""
     start, curve = summary.get("start"), summary["validation"]
     if not start or not curve:

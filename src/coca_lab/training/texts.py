@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch.utils.data import ConcatDataset, Subset
@@ -30,7 +29,7 @@ from coca_lab.data.tasks import vocabulary_text
 from coca_lab.data.text import TOKENIZER_CHARACTERS, end_of_text, up_to
 from coca_lab.files import writing
 from coca_lab.recipe import TEXT, Recipe, Text
-from coca_lab.training.folder import TOKENIZER
+from coca_lab.training.folder import TOKENIZER, Digest
 from coca_lab.training.retrieval import Retrieval, load_retrieval
 
 
@@ -63,7 +62,7 @@ class TrainingData:
     stages: list[Subset]  # the blocks of every stage, in order if `Recipe.is_ordered`
     validation: Subset | None  # to measure perplexity on, in whole global batches
     retrieval: Retrieval | None
-    fingerprint: dict[str, Any]  # of every text, its number of tokens and their SHA-256
+    fingerprint: dict[str, Digest]  # of every text
     epochs: dict[str, float]  # passes over each source
 
     def describe(self) -> str:
@@ -83,7 +82,7 @@ def load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> TrainingDat
     read = apportion([*weights, *shares], batch, recipe.steps) if weights else None
     wanted = {} if read is None else dict(zip(data.mixture, read[-1].tolist(), strict=False))
     blocks, validation = dict[str, BlockDataset | TaskBlocks](), None
-    fingerprint: dict[str, Any] = {}
+    fingerprint = dict[str, Digest]()
     for text in recipe.texts:
         with error_prefix(text.where):
             if text.trains:

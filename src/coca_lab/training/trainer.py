@@ -11,6 +11,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
@@ -22,7 +23,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from coca_attention.errors import UserError
 from coca_lab.files import put_in_place
@@ -36,6 +37,7 @@ from coca_lab.training.checkpoints import (
     sorted_checkpoints,
     writing_checkpoint,
 )
+from coca_lab.training.folder import Summary
 from coca_lab.training.objectives import Loss
 from coca_lab.training.retrieval import Retrieval
 from coca_lab.training.settings import learning_rate_share
@@ -71,8 +73,8 @@ class RecipeTrainer(Trainer):
         prepare_sharding(self.accelerator, arguments)
         if self.is_fsdp_enabled:
             # Accelerate leaves autocast to FSDP, whose casts `prepare_sharding` turns off.
-            model: Any = self.model
-            self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+            assert self.model is not None
+            self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
         if loss is not None:
             # The loss is a mean over the micro-batch, so Trainer has to divide by their number.
             self.model_accepts_loss_kwargs = False
@@ -132,11 +134,14 @@ class RecipeTrainer(Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: Optimizer | None = None
     ) -> LambdaLR:
-        used: Any = optimizer or self.optimizer
+        used = optimizer or self.optimizer
+        assert used is not None
         self.lr_scheduler = LambdaLR(used, lambda step: learning_rate_share(step, self.settings))
         return self.lr_scheduler
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any
+    ) -> Any:
         if not model.training:
             # Validation always measures the next-token loss, as a mean over the batch.
             kwargs.pop("num_items_in_batch", None)
@@ -152,7 +157,7 @@ class RecipeTrainer(Trainer):
             return super().compute_loss(model, inputs, *args, **kwargs)
         return self.loss(model, inputs)
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         output = super().evaluation_loop(*args, **kwargs)
         loss = (output.metrics or {}).get("eval_loss", 0.0)
         if not loss < math.log(sys.float_info.max):  # nan, or no perplexity
@@ -163,7 +168,10 @@ class RecipeTrainer(Trainer):
         return output
 
     def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)
         if not torch.isfinite(loss).all():
@@ -192,7 +200,7 @@ class RecipeTrainer(Trainer):
     # Private methods: Trainer has no public hook that can stop a checkpoint, none before its state
     # is written, and none around reading. tests/lab/training/test_trainer.py notices changes.
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+    def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         """With finite weights alone, whole on the disk before others go, and errors in words."""
         folder = Path(str(self.args.output_dir))
         self._check_finite()
@@ -211,7 +219,7 @@ class RecipeTrainer(Trainer):
     _load_scaler = reads_checkpoint(Trainer._load_scaler)
     _load_rng_state = reads_checkpoint(Trainer._load_rng_state)
 
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
+    def _issue_warnings_after_load(self, load_result: _IncompatibleKeys) -> None:
         """Raise ValueError where Trainer warns: weights that were not read would be random."""
         # Tied weights are saved once, so the others of their names are always missing.
         tied = getattr(self.model, "all_tied_weights_keys", {})
@@ -262,8 +270,7 @@ class RecipeTrainer(Trainer):
     def _sum_of_losses(self) -> float:
         """The losses since the last that was logged, a mean over the processes."""
         losses = torch.as_tensor(self.unlogged, device=self.args.device)
-        gathered: Any = self.accelerator.gather(losses)
-        return gathered.mean().item()
+        return torch.as_tensor(self.accelerator.gather(losses)).mean().item()
 
     def _diverged(self, what: str) -> TrainingDiverged:
         return TrainingDiverged(
@@ -272,15 +279,15 @@ class RecipeTrainer(Trainer):
             "float32"
         )
 
-    def measured(self, metrics: dict[str, Any]) -> dict[str, Any]:
+    def measured(self, metrics: dict[str, float]) -> Summary:
         """``perplexity`` and, if prompts were asked, ``retrieval`` from what validation logs."""
-        measured: dict[str, Any] = {"perplexity": math.exp(metrics["eval_loss"])}
+        measured: Summary = {"perplexity": math.exp(metrics["eval_loss"])}
         if self.retrieval is not None:
             names = self.retrieval.questions
             measured["retrieval"] = {name: metrics[f"eval_{name}"] for name in names}
         return measured
 
-    def curves(self) -> dict[str, list[dict[str, Any]]]:
+    def curves(self) -> dict[str, list[Summary]]:
         """``curve``, the loss and the learning rate by step, and ``validation``, see `measured`."""
         history, names = self.state.log_history, ("step", "loss", "learning_rate")
         return {
