@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from coca_attention.errors import UserError, install
-from coca_lab.engine import Engine, Item, Progress, Work, compute, import_extensions
+from coca_lab.engine import Engine, Item, Outcome, Progress, Work, compute, import_extensions
 from coca_lab.store import Store
 
 PATIENCE = 20.0
@@ -55,7 +55,7 @@ class RayEngine(Engine):
         there = ray.cluster_resources()
         return 2 * int(min(there.get(kind, 0) / n for kind, n in self.needs.items() if n)) or 1
 
-    def _outcomes(self, queue: deque[Item]) -> Iterator[tuple[Item, Any, float]]:
+    def _outcomes(self, queue: deque[Item]) -> Iterator[Outcome]:
         import ray  # an optional package
         from ray.exceptions import RayError
 

@@ -59,15 +59,19 @@ class Item:
         return replace(self, keys=[key for key, _ in kept], arguments=[x for _, x in kept])
 
 
-Job = Generator[tuple[Sequence[Item], Progress], None, None]
-"""Work in steps: a generator of items, and of what hears how far they are.
+Outcome = tuple[Item, Any, float]
+"""An item with its values, or an exception, and the seconds that it took."""
+Step = tuple[Sequence[Item], Progress]
+"""Items whose values a job needs, and what hears how far they are."""
+Job = Generator[Step, None, None]
+"""Work in steps.
 
 It goes on when the store has all values of a step. If an item has failed, it gets a UserError once
 the others are done.
 """
 
 
-class _Step:
+class _Waiting:
     """What a job waits for."""
 
     def __init__(self, job: Job, items: Sequence[Item], progress: Progress, store: Store) -> None:
@@ -129,7 +133,7 @@ class Engine:
         An item has failed with a UserError, or with any error the third time. What a job asks for
         as it goes on is computed before what others have asked for.
         """
-        waiting, tries = dict[str, list[_Step]](), Counter[str]()
+        waiting, tries = dict[str, list[_Waiting]](), Counter[str]()
         queue = deque(item for job in jobs for item in self._begin(job, None, waiting))
         with closing(self._outcomes(queue)) as outcomes:
             for item, values, seconds in outcomes:
@@ -150,7 +154,7 @@ class Engine:
                 queue.extendleft(reversed(following))
 
     def _begin(
-        self, job: Job, error: UserError | None, waiting: dict[str, list[_Step]]
+        self, job: Job, error: UserError | None, waiting: dict[str, list[_Waiting]]
     ) -> list[Item]:
         """What is to be computed for the next step of a job, if others do not wait for it."""
         while True:
@@ -159,7 +163,7 @@ class Engine:
             except StopIteration:
                 return []
             self.used += [key for item in items for key in item.keys]
-            step, error = _Step(job, items, progress, self.store), None
+            step, error = _Waiting(job, items, progress, self.store), None
             if items:
                 step.tell()
             wanted, new = step.left - waiting.keys(), list[Item]()
@@ -171,8 +175,8 @@ class Engine:
             if step.left:
                 return [item for item in new if item.keys]
 
-    def _outcomes(self, queue: deque[Item]) -> Iterator[tuple[Item, Any, float]]:
-        """Every item of a queue that grows, with its values or an exception, and the seconds."""
+    def _outcomes(self, queue: deque[Item]) -> Iterator[Outcome]:
+        """Every item of a queue that grows."""
         while queue:
             item = queue.popleft()
             yield item, *compute(item.work, item.arguments)

@@ -14,7 +14,16 @@ import dill
 import torch
 
 from coca_attention.errors import UserError
-from coca_lab.engine import Engine, Item, Progress, Work, compute, import_extensions, problem
+from coca_lab.engine import (
+    Engine,
+    Item,
+    Outcome,
+    Progress,
+    Work,
+    compute,
+    import_extensions,
+    problem,
+)
 from coca_lab.files import plain_name
 from coca_lab.store import Store
 
@@ -56,7 +65,7 @@ class ProcessEngine(Engine):
         super().__init__(store, progress)
         self.processes, self.options = processes, (threads, logs)
 
-    def _outcomes(self, queue: deque[Item]) -> Iterator[tuple[Item, Any, float]]:
+    def _outcomes(self, queue: deque[Item]) -> Iterator[Outcome]:
         idle, busy = list[_Process](), dict[Any, tuple[_Process, Item]]()
         try:
             while queue or busy:

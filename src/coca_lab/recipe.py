@@ -95,6 +95,10 @@ class Recipe:
         """Optimizer steps of the whole run, over all stages."""
         return sum(stage.settings(self.training).steps for stage in self.run_stages)
 
+    def changed(self, section: str, **fields: Any) -> "Recipe":
+        """The recipe with other fields in one section."""
+        return replace(self, **{section: replace(getattr(self, section), **fields)})
+
     def resolved(self) -> "Recipe":
         """The recipe with what every stage takes from training, and the steps of the whole run."""
         if not self.stages:
@@ -103,7 +107,7 @@ class Recipe:
         for stage in self.stages:
             settings = stage.settings(self.training)
             stages.append(replace(stage, **{name: getattr(settings, name) for name in SCHEDULE}))
-        return replace(self, training=replace(self.training, steps=self.steps), stages=stages)
+        return replace(self.changed("training", steps=self.steps), stages=stages)
 
     def check(self) -> None:
         """Raise UserError if settings contradict each other."""

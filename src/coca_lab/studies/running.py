@@ -5,13 +5,12 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from coca_attention.errors import UserError
 from coca_lab.cluster import RayEngine
-from coca_lab.engine import Engine, Job, Progress, problem
+from coca_lab.engine import Engine, Job, Progress, Step, problem
 from coca_lab.environment import available_cores, describe_environment
 from coca_lab.evaluation.plan import Texts, measurements_of
 from coca_lab.evaluation.task import Measurement, cells_of, free_weights
@@ -21,7 +20,7 @@ from coca_lab.processes import ProcessEngine, listen
 from coca_lab.report import REPORTS, write_report
 from coca_lab.store import Store
 from coca_lab.studies.study import LOGS, REPORT_FILE, RESULTS_FILE, STORE_FILE, TOKENIZERS, Study
-from coca_lab.studies.trial import TRAINING, Trial
+from coca_lab.studies.trial import TRAINING, Trial, Value
 from coca_lab.training.folder import TOKENIZER, tokenizer_key
 from coca_lab.training.texts import load_run_tokenizer
 
@@ -120,7 +119,7 @@ class _Run:
             self._write()
             self._tell()
 
-    def _make(self, trial: Trial) -> Generator[Any, None, str]:
+    def _make(self, trial: Trial) -> Generator[Step, None, str]:
         """Make its model and those that it comes from; how its training diverged."""
         diverged = ""
         for label in (*reversed(trial.bases), trial.label):
@@ -180,7 +179,7 @@ class _Run:
         write_json(self.output / RESULTS_FILE, content)
 
 
-def _figures(values: Sequence[tuple[Trial, dict[str, Any]]]) -> dict[str, Any]:
+def _figures(values: Sequence[tuple[Trial, Value]]) -> dict[str, list[Value]]:
     """The cells and the trainings of trials; one that diverged has no cells."""
     return {
         "results": [cell for _, value in values for cell in value["cells"]],

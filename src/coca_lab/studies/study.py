@@ -67,7 +67,7 @@ class Study(Plan):
     tried with tuning_seed, and the seeds are trained with the one that choose finds."""
     tuning_seed: int = 100
     """Seed of the trials of learning rates, whose cells are no results."""
-    choose: dict[str, Any] = field(default_factory=dict)
+    choose: Options = field(default_factory=dict)
     """Which cells decide: those with these fields, such as {task: perplexity, window: 256}, by
     their perplexity, or else by the share of right answers."""
     text: str = ""
@@ -190,7 +190,7 @@ def _cost(cells: Sequence[Cell]) -> float:
     return -right / sum(cell.get("asked", 1) for cell in cells)
 
 
-def _are_seeds(seeds: Any) -> bool:
+def _are_seeds(seeds: object) -> bool:
     return (
         isinstance(seeds, list)
         and all(isinstance(seed, int) and seed >= 0 for seed in seeds)

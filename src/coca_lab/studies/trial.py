@@ -26,6 +26,8 @@ from coca_lab.training.trainer import TrainingDiverged
 
 TRAINING = 0.75
 """Share of the work that is training; the rest is evaluation. Only for the time left."""
+Value = dict[str, Any]
+"""What is kept of a trial: ``training``, ``cells``, and how it ``diverged``."""
 CONVERSION_FILE = "conversion.json"
 """Of a converted model: what it was made from, and how."""
 
@@ -50,30 +52,27 @@ class Trial:
         """The trial with a seed."""
         if self.recipe is None:
             return replace(self, seed=seed)
-        recipe = replace(self.recipe, training=replace(self.recipe.training, seed=seed))
+        recipe = self.recipe.changed("training", seed=seed)
         return replace(self, recipe=recipe, seed=seed, start=recipe.model.start or "")
 
     def with_rate(self, rate: float, tuning_seed: int | None = None) -> Self:
         """The trial with a learning rate, or with a seed one that tries it."""
         assert self.recipe is not None
-        training = replace(self.recipe.training, learning_rate=rate)
-        trial = replace(self, recipe=replace(self.recipe, training=training))
+        trial = replace(self, recipe=self.recipe.changed("training", learning_rate=rate))
         if tuning_seed is None:
             return trial
         return replace(trial.with_seed(tuning_seed), tunes=True)
 
     def starting_from(self, other: "Trial") -> Self:
         """The trial with the model of another one as its start."""
-        start, recipe = str(other.model), self.recipe
-        if recipe is not None:
-            recipe = replace(recipe, model=replace(recipe.model, start=start))
+        start = str(other.model)
+        recipe = self.recipe and self.recipe.changed("model", start=start)
         return replace(self, recipe=recipe, start=start, after=other)
 
     def with_tokenizer(self, folder: Path) -> Self:
         """The trial with a tokenizer that the study has trained for its recipe."""
         assert self.recipe is not None
-        data = replace(self.recipe.data, tokenizer=str(folder))
-        recipe = replace(self.recipe, data=data)
+        recipe = self.recipe.changed("data", tokenizer=str(folder))
         return replace(self, recipe=recipe, trains_tokenizer=True)
 
     @property
@@ -189,7 +188,7 @@ class Trial:
                 return [str(error)]
         return [""]
 
-    def value(self, cells: list[Cell], diverged: str = "") -> dict[str, Any]:
+    def value(self, cells: list[Cell], diverged: str = "") -> Value:
         """What is kept of it: the summary of its training, and its cells with their place."""
         trained = self.recipe is not None and not diverged
         summary = read_summary(self.model) if trained else None
@@ -207,11 +206,10 @@ class Trial:
                 steps = [Steps(self.label)]
                 train(recipe, self.model, may_change=self.may_change, callbacks=steps)
             except torch.OutOfMemoryError:
-                training = recipe.training
-                if training.micro_batch_size == 1:
+                size = recipe.training.micro_batch_size
+                if size == 1:
                     raise
-                training = replace(training, micro_batch_size=training.micro_batch_size // 2)
-                recipe = replace(recipe, training=training)
+                recipe = recipe.changed("training", micro_batch_size=size // 2)
 
     def _convert(self, conversion: Conversion) -> None:
         """Convert, again where the start or the options have changed; nothing else is replaced."""
@@ -226,12 +224,12 @@ class Trial:
 
 
 class Steps(TrainerCallback):
-    """Tells every tenth step of a training."""
+    """Tells every tenth step of a training; parameters have the types of `TrainerCallback`."""
 
     def __init__(self, label: str) -> None:
         self.label = label
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args, state, control, **kwargs) -> None:
         step, steps = state.global_step, state.max_steps
         if step % 10 == 0:
             tell(self.label, f"step {step:,} of {steps:,}", TRAINING * step / steps)
