@@ -6,12 +6,11 @@ import os
 import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from coca_attention.errors import UserError, install
-from coca_lab.engine import Engine, Item, Outcome, Progress, Work, compute, import_extensions
+from coca_lab.engine import Engine, Item, Outcome, Progress, as_bytes, compute_sent
 from coca_lab.store import Store
 
 PATIENCE = 20.0
@@ -48,26 +47,18 @@ class RayEngine(Engine):
         options: Any = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_calls": 0}
         self._remote: Any = ray.remote(**options, max_retries=0)(_compute_remotely)
 
-    def _room(self) -> int:
-        """How many items to give to Ray: twice as many as fit, so that it sees what it needs."""
-        import ray  # an optional package
-
-        there = ray.cluster_resources()
-        return 2 * int(min(there.get(kind, 0) / n for kind, n in self.needs.items() if n)) or 1
-
     def _outcomes(self, queue: deque[Item]) -> Iterator[Outcome]:
         import ray  # an optional package
         from ray.exceptions import RayError
 
-        copies = dict[int, tuple[Work, Any]]()  # with the work, whose id nothing else gets then
         running = dict[Any, Item]()
         while queue or running:
-            while queue and len(running) < self._room():
+            there = ray.cluster_resources()
+            fit = min(there.get(kind, 0) / number for kind, number in self.needs.items() if number)
+            while queue and len(running) < 2 * max(1, fit):  # Ray sees that more could run
                 item = queue.popleft()
-                if id(item.work) not in copies:
-                    copies[id(item.work)] = item.work, ray.put(item.work)
-                copy = copies[id(item.work)][1]
-                running[self._remote.remote(os.getcwd(), [copy], item.arguments)] = item
+                work = as_bytes(item.work)
+                running[self._remote.remote(os.getcwd(), work, item.arguments)] = item
             (promise,), _ = ray.wait([*running], num_returns=1)
             item = running.pop(promise)
             try:
@@ -76,22 +67,10 @@ class RayEngine(Engine):
                 yield item, error, 0.0
 
 
-def _compute_remotely(
-    folder: str, copy: list[Any], arguments: Sequence[object]
-) -> tuple[Any, float]:
-    """`compute` in a process of Ray; the reference is in a list, lest Ray reads it every time."""
+def _compute_remotely(folder: str, work: bytes, arguments: Sequence[object]) -> tuple[Any, float]:
     if Path(folder).is_dir():
         os.chdir(folder)  # where the paths of the driver begin
-    return compute(lambda each: _read_work(copy[0])(each), arguments)
-
-
-@lru_cache(maxsize=1)
-def _read_work(copy: Any) -> Any:
-    """The work behind a reference; a process of Ray keeps one."""
-    import ray  # an optional package
-
-    import_extensions()
-    return ray.get(copy)
+    return compute_sent(work, arguments)
 
 
 def _connect(address: str) -> None:

@@ -12,7 +12,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Self
+
+import dill
 
 from coca_attention.errors import UserError
 from coca_lab.files import known_problem
@@ -189,6 +192,22 @@ def compute(work: Work, arguments: Sequence[object]) -> tuple[Any, float]:
         return work([*arguments]), time.perf_counter() - started
     except Exception as error:
         return error, 0.0
+
+
+def as_bytes(work: Work) -> bytes:
+    """Work, closures included, for `compute_sent` in another process."""
+    return dill.dumps(work)
+
+
+def compute_sent(work: bytes, arguments: Sequence[object]) -> tuple[Any, float]:
+    """`compute` by work that was sent; a process keeps what it had last."""
+    return compute(lambda each: _loaded(work)(each), arguments)
+
+
+@lru_cache(maxsize=1)
+def _loaded(work: bytes) -> Work:
+    import_extensions()
+    return dill.loads(work)
 
 
 def problem(error: Exception) -> str:

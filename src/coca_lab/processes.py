@@ -8,22 +8,12 @@ from collections.abc import Callable, Iterator
 from multiprocessing import connection, get_context, parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import dill
 import torch
 
 from coca_attention.errors import UserError
-from coca_lab.engine import (
-    Engine,
-    Item,
-    Outcome,
-    Progress,
-    Work,
-    compute,
-    import_extensions,
-    problem,
-)
+from coca_lab.engine import Engine, Item, Outcome, Progress, as_bytes, compute_sent, problem
 from coca_lab.files import plain_name
 from coca_lab.store import Store
 
@@ -72,7 +62,7 @@ class ProcessEngine(Engine):
                 while queue and len(busy) < self.processes:
                     process = idle.pop() if idle else _Process(*self.options)
                     item = queue.popleft()
-                    process.send(item)
+                    process.connection.send((as_bytes(item.work), item.arguments, item.label))
                     busy[process.connection] = process, item
                 for ready in connection.wait([*busy]):
                     process, item = busy[ready]
@@ -104,13 +94,6 @@ class _Process:
         self.process = context.Process(target=_serve, args=(other, threads, logs))
         self.process.start()
         other.close()
-        self.work: object = None
-
-    def send(self, item: Item) -> None:
-        """Let it compute an item; work that it had last is not sent again."""
-        work = None if item.work is self.work else dill.dumps(item.work)
-        self.work = item.work
-        self.connection.send((work, item.arguments, item.label))
 
     def end(self) -> None:
         """Send nothing more, and wait until it has ended."""
@@ -137,34 +120,17 @@ def _serve(pipe: Connection, threads: int, logs: Path | None) -> None:
     logging.getLogger("coca_lab").setLevel(logging.INFO)
     torch.set_num_threads(threads)
     listen(lambda *part: pipe.send(("part", *part)))
-    work: Any = None
     try:
-        import_extensions()
         while True:
-            sent, arguments, label = pipe.recv()
+            work, arguments, label = pipe.recv()
             if logs is not None:
                 _log_to(logs / f"{plain_name(label)}.log")
-            if sent is not None:
-                work = _loaded(sent)
-            values, seconds = compute(work, arguments)
+            values, seconds = compute_sent(work, arguments)
             if isinstance(values, Exception):  # perhaps one that cannot be pickled
                 values = UserError(problem(values))
             pipe.send(("done", values, seconds))
     except (EOFError, KeyboardInterrupt):
         pass
-
-
-def _loaded(sent: bytes) -> Work:
-    """Work that was sent, or work that fails in its place."""
-    try:
-        return dill.loads(sent)
-    except Exception as error:
-        why = UserError(problem(error))
-
-    def fail(_: object) -> NoReturn:
-        raise why
-
-    return fail
 
 
 def _log_to(path: Path) -> None:
