@@ -14,10 +14,13 @@ SCHEMA = """
 PRAGMA locking_mode = EXCLUSIVE;
 PRAGMA journal_mode = WAL;
 PRAGMA synchronous = NORMAL;
-CREATE TABLE IF NOT EXISTS done (key TEXT PRIMARY KEY, value TEXT, seconds REAL);
+CREATE TABLE IF NOT EXISTS done (
+    key TEXT NOT NULL PRIMARY KEY,
+    value TEXT NOT NULL CHECK (json_valid(value) AND value != 'null'),
+    seconds REAL NOT NULL
+);
 """
 """Nobody else reads a store meanwhile, so no file systems with shared memory are needed."""
-COLUMNS = ["key", "value", "seconds"]
 
 
 class Store:
@@ -30,25 +33,14 @@ class Store:
         with self._naming():
             self._db = sqlite3.connect(self.path or ":memory:", timeout=0)
             self._db.executescript(SCHEMA)
-            self._check()
-
-    def _check(self) -> None:
-        """Raise UserError unless every page and every value can be read."""
-        columns = [row[1] for row in self._db.execute("PRAGMA table_info(done)")]
-        if columns != COLUMNS:
+            (pages,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+        if pages != "ok":
             self.close()
-            raise self._damaged(f"it has a table of {', '.join(columns)}")
-        (pages,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
-        (bad,) = self._db.execute(
-            "SELECT count(*) FROM done WHERE key IS NULL OR seconds IS NULL "
-            "OR typeof(value) != 'text' OR value = 'null' OR NOT json_valid(value)"
-        ).fetchone()
-        if pages != "ok" or bad:
-            self.close()
-            raise self._damaged(f"{bad} values are no JSON" if bad else pages)
+            raise self._damaged(pages)
 
     def _damaged(self, why: object) -> UserError:
-        return UserError(f"{self.path} is damaged ({why}); delete it to repeat the whole work")
+        text = " ".join(str(why).split())
+        return UserError(f"{self.path} is damaged ({text}); delete it to repeat the whole work")
 
     def __len__(self) -> int:
         return self._one("SELECT count(*) FROM done")[0]
@@ -116,6 +108,8 @@ class Store:
                     f"{self.path} is in use by another process: wait until it ends, or choose "
                     "another --output"
                 ) from error
+            if "column" in str(error):  # of something else
+                raise self._damaged(error) from error
             raise UserError(f"{self.path}: {error}: {RESUMABLE}") from error
         except sqlite3.DatabaseError as error:
             raise self._damaged(error) from error
