@@ -51,14 +51,15 @@ class RayEngine(Engine):
         import ray  # an optional package
         from ray.exceptions import RayError
 
-        running = dict[Any, Item]()
+        running, work, sent = dict[Any, Item](), None, None
         while queue or running:
             there = ray.cluster_resources()
             fit = min(there.get(kind, 0) / number for kind, number in self.needs.items() if number)
             while queue and len(running) < 2 * max(1, fit):  # Ray sees that more could run
                 item = queue.popleft()
-                work = as_bytes(item.work)
-                running[self._remote.remote(os.getcwd(), work, item.arguments)] = item
+                if work is not item.work:  # items with the same follow each other
+                    work, sent = item.work, ray.put(as_bytes(item.work))
+                running[self._remote.remote(os.getcwd(), sent, item.arguments)] = item
             (promise,), _ = ray.wait([*running], num_returns=1)
             item = running.pop(promise)
             try:

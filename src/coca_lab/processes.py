@@ -62,7 +62,7 @@ class ProcessEngine(Engine):
                 while queue and len(busy) < self.processes:
                     process = idle.pop() if idle else _Process(*self.options)
                     item = queue.popleft()
-                    process.connection.send((as_bytes(item.work), item.arguments, item.label))
+                    process.send(item)
                     busy[process.connection] = process, item
                 for ready in connection.wait([*busy]):
                     process, item = busy[ready]
@@ -94,6 +94,13 @@ class _Process:
         self.process = context.Process(target=_serve, args=(other, threads, logs))
         self.process.start()
         other.close()
+        self.work: object = None
+
+    def send(self, item: Item) -> None:
+        """Let it compute an item; work that it had last, perhaps with long texts, it still has."""
+        work = None if item.work is self.work else as_bytes(item.work)
+        self.work = item.work
+        self.connection.send((work, item.arguments, item.label))
 
     def end(self) -> None:
         """Send nothing more, and wait until it has ended."""
@@ -120,9 +127,11 @@ def _serve(pipe: Connection, threads: int, logs: Path | None) -> None:
     logging.getLogger("coca_lab").setLevel(logging.INFO)
     torch.set_num_threads(threads)
     listen(lambda *part: pipe.send(("part", *part)))
+    work = b""
     try:
         while True:
-            work, arguments, label = pipe.recv()
+            sent, arguments, label = pipe.recv()
+            work = sent or work
             if logs is not None:
                 _log_to(logs / f"{plain_name(label)}.log")
             values, seconds = compute_sent(work, arguments)
