@@ -14,7 +14,7 @@ from coca_lab.engine import Engine, Job, Progress, Step, problem
 from coca_lab.environment import available_cores, describe_environment
 from coca_lab.evaluation.plan import Texts, measurements_of
 from coca_lab.evaluation.task import Measurement, cells_of, free_weights
-from coca_lab.files import check_results, keep_other_results, write_json
+from coca_lab.files import check_results, keep_other_results, read_json, write_json
 from coca_lab.fingerprints import fingerprint
 from coca_lab.processes import ProcessEngine, listen
 from coca_lab.report import REPORTS, write_report
@@ -54,8 +54,8 @@ def run_study(
             trials = study.trials(output, best)
             run = _Run(study, trials, engine, output, progress)
             run.compute()
-    shown = REPORTS.keys() & study.tasks or any(trial.recipe for trial in trials)
-    if shown and len(run.failed) < len(trials):
+    found = read_json(output / RESULTS_FILE)
+    if found["training"] or (found["results"] and REPORTS.keys() & study.tasks):
         write_report([output / RESULTS_FILE], output / REPORT_FILE)
     for label, error in run.failed.items():
         count = f"{len(run.failed):,} of {len(trials):,} trials failed, first {label}"
@@ -123,12 +123,13 @@ class _Run:
         """Make its model and those that it comes from; how its training diverged."""
         diverged = ""
         for label in (*reversed(trial.bases), trial.label):
-            if diverged:
-                raise UserError(f"{trial.bases[0]} diverged")
             each = self.trials[label]
-            if not each.is_ready:
+            diverged = (self.store.get(each.key) or {}).get("diverged", "")
+            if not (diverged or each.is_ready):
                 yield [each.making], lambda *_: None
                 (diverged,) = map(self.store.get, each.making.keys)
+            if diverged and each is not trial:
+                raise UserError(f"{label} diverged")
         return diverged
 
     def _measurements(self, trial: Trial) -> list[Measurement]:

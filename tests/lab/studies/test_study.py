@@ -381,6 +381,15 @@ def test_the_projects_studies_load_and_the_papers_models_differ_in_attention(tmp
         assert other == roformer
 
 
+def test_nothing_is_made_of_a_model_that_diverged(small, tmp_path, made):
+    bad = {"bad": {"model.attention": "rope", "training.learning_rate": 1e30}}
+    path = edited(small, tmp_path, models={"next": {"path": "bad"}, **bad}, scalings=None)
+    for _ in range(2):
+        with pytest.raises(UserError, match="1 of 2 trials failed, first next: bad diverged"):
+            run(path, [], tmp_path / "out")
+    assert made == ["bad"]  # which would diverge again
+
+
 def test_the_best_learning_rate_is_chosen_and_more_models_join_later(small, tmp_path, made):
     models = {
         "tuned": {"model.attention": "rope"},
