@@ -2,7 +2,7 @@
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -52,7 +52,8 @@ def run_study(
         best, run = study.best_rates(trials, store), None
         while run is None or best != (best := study.best_rates(trials, store)):
             trials = study.trials(output, best)
-            run = _Run(study, trials, engine, output, progress)
+            by_label = {trial.label: _with_tokenizer(trial, output) for trial in trials}
+            run = _Run(study, by_label, engine, output, progress)
             run.compute()
     found = read_json(output / RESULTS_FILE)
     if found["training"] or (found["results"] and REPORTS.keys() & study.tasks):
@@ -63,29 +64,26 @@ def run_study(
     return output / RESULTS_FILE
 
 
+@dataclass
 class _Run:
     """The trials of a study, and how far they are."""
 
-    def __init__(
-        self,
-        study: Study,
-        trials: Sequence[Trial],
-        engine: Engine,
-        output: Path,
-        progress: Progress,
-    ) -> None:
-        self.study, self.engine, self.store = study, engine, engine.store
-        self.output, self.progress = output, progress
-        self.trials = {trial.label: trial for trial in trials}
-        self.failed = dict[str, str]()
-        """Why trials failed, by their labels."""
-        self.shares = dict[str, float]()
-        """How much of a trial that is not finished is done."""
-        self.texts: Texts = {}
+    study: Study
+    trials: dict[str, Trial]  # by their labels, as what follows
+    engine: Engine
+    output: Path
+    progress: Progress
+    failed: dict[str, str] = field(default_factory=dict)  # why
+    shares: dict[str, float] = field(default_factory=dict)  # of those that are not finished
+    texts: Texts = field(default_factory=dict)
+
+    @property
+    def store(self) -> Store:
+        """What is known."""
+        return self.engine.store
 
     def compute(self) -> None:
         """Compute what the store lacks."""
-        self.trials = {label: self._with_tokenizer(each) for label, each in self.trials.items()}
         for trial in self.trials.values():
             trial.check_folder()
         self.store.forget(key for each in self.trials.values() for key in each.making.keys)
@@ -152,15 +150,6 @@ class _Run:
         line += f", {label}: {text}" if text else ""
         self.progress(line, int(100 * done / sum(costs.values())), 100)
 
-    def _with_tokenizer(self, trial: Trial) -> Trial:
-        """The trial, with one tokenizer for all models that would train the same one."""
-        # Perplexities compare only what is split into the same tokens.
-        if not trial.recipe or trial.recipe.data.tokenizer or trial.recipe.model.start:
-            return trial
-        folder = self.output / TOKENIZERS / tokenizer_key(trial.recipe)[:16]
-        load_run_tokenizer(trial.recipe, folder)
-        return trial.with_tokenizer(folder / TOKENIZER)
-
     def _write(self) -> None:
         """Write ``results.json`` with what is finished."""
         trials, store = self.trials.values(), self.store
@@ -178,6 +167,16 @@ class _Run:
         }
         keep_other_results(self.output / RESULTS_FILE, [fingerprint(t.key) for t in trials])
         write_json(self.output / RESULTS_FILE, content)
+
+
+def _with_tokenizer(trial: Trial, output: Path) -> Trial:
+    """The trial, with one tokenizer for all models that would train the same one."""
+    # Perplexities compare only what is split into the same tokens.
+    if not trial.recipe or trial.recipe.data.tokenizer or trial.recipe.model.start:
+        return trial
+    folder = output / TOKENIZERS / tokenizer_key(trial.recipe)[:16]
+    load_run_tokenizer(trial.recipe, folder)
+    return trial.with_tokenizer(folder / TOKENIZER)
 
 
 def _figures(values: Sequence[tuple[Trial, Value]]) -> dict[str, list[Value]]:
