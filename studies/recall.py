@@ -5,6 +5,7 @@ PYTHONPATH=src:. python -m studies.recall
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -27,12 +28,14 @@ SAME_RATE = [("roles-decay", "roles", 1.5e-3), ("roles-decay", "roles", 6e-3)]
 SAME_RATE += [("native", "roles", 6e-3)]
 """Pairs that were run with a common rate after the rule's had been, which differ in theirs."""
 _COLUMNS = [f"at {LENGTH} tokens", f"at {LENGTHS[-1]:,}, {FAR[0]} tokens back or more"]
-Arms = dict[str, pd.DataFrame]
+Frame = Any
+"""A frame or a series, whose columns pandas has no types for."""
+Arms = dict[str, Frame]
 """The answers of every arm."""
 _NAMES = ["arm", "rate", "seed", "tried", "best", "length", "pairs", "octave", "asked", "right"]
 
 
-def read_answers(path: Path) -> pd.DataFrame:
+def read_answers(path: Path) -> Frame:
     """Answers asked for and right ones by run and place; UserError if a trial has failed.
 
     A run is an arm, a rate and a seed; those with the rate that was chosen are ``best``, those by
@@ -52,11 +55,11 @@ def read_answers(path: Path) -> pd.DataFrame:
 
 
 def shares(
-    answers: pd.DataFrame,
+    answers: Frame,
     length: int,
     loads: Collection[int],
     octaves: Collection[int] | None = None,
-) -> pd.Series:
+) -> Frame:
     """Right answers of those asked for, by seed; at all distances, or those of some octaves."""
     chosen = answers[(answers.length == length) & answers.pairs.isin(loads)]
     if octaves is not None:
@@ -65,15 +68,15 @@ def shares(
     return sums.right / sums.asked
 
 
-def _near(answers: pd.DataFrame) -> pd.Series:
+def _near(answers: Frame) -> Frame:
     return shares(answers, LENGTH, LOADS)
 
 
-def _far(answers: pd.DataFrame) -> pd.Series:
+def _far(answers: Frame) -> Frame:
     return shares(answers, LENGTHS[-1], LOADS, FAR)
 
 
-def _mean(values: pd.Series) -> str:
+def _mean(values: Frame) -> str:
     return mean_and_interval(values.tolist(), lambda x: f"{round(x, 2) + 0.0:.2f}")
 
 
@@ -103,7 +106,7 @@ def octaves_table(arms: Arms) -> Iterator[list[str]]:
         yield [arm, *(_mean(shares(of, LENGTHS[-1], LOADS, [octave])) for octave in OCTAVES)]
 
 
-def rates_table(answers: pd.DataFrame) -> Iterator[list[str]]:
+def rates_table(answers: Frame) -> Iterator[list[str]]:
     """Right answers of every arm with every learning rate, whatever the seed."""
     yield ["arm", "rate", "seeds", *_COLUMNS]
     for arm in answers[answers.best].arm.unique():
@@ -121,7 +124,7 @@ def pairs_table(arms: Arms) -> Iterator[list[str]]:
             yield from _difference(f"{arm} − {other}", arms[arm], arms[other])
 
 
-def same_rate_table(answers: pd.DataFrame) -> Iterator[list[str]]:
+def same_rate_table(answers: Frame) -> Iterator[list[str]]:
     """The same for arms with one learning rate, which need not be their best."""
     yield ["difference, with one rate", *_COLUMNS]
     final = answers[~answers.tried]
@@ -130,14 +133,14 @@ def same_rate_table(answers: pd.DataFrame) -> Iterator[list[str]]:
         yield from _difference(f"{arm} − {other}, {rate:g}", *pair)
 
 
-def _difference(name: str, one: pd.DataFrame, two: pd.DataFrame) -> Iterator[list[str]]:
+def _difference(name: str, one: Frame, two: Frame) -> Iterator[list[str]]:
     """A row with the differences of runs with the same seed, if there are any."""
     found = [(measure(one) - measure(two)).dropna() for measure in (_near, _far)]
     if len(found[0]):
         yield [name, *map(_mean, found)]
 
 
-def tables(answers: pd.DataFrame) -> str:
+def tables(answers: Frame) -> str:
     """All tables of the page."""
     final = answers[answers.best]
     arms = {arm: final[final.arm == arm] for arm in final.arm.unique()}

@@ -44,17 +44,16 @@ class SettingsParser(ArgumentParser):
     has a sentence on each field of ``shown``, by default all that is documented.
     """
 
-    def __init__(self, program: str, shown: Collection[str] = (), **options: str | bool) -> None:
+    def __init__(self, program: str, shown: Collection[str] = (), **options: Any) -> None:
         layout: Any = partial(HelpFormatter, width=80, max_help_position=36)
-        fixed: Any = {"allow_abbrev": False, "formatter_class": layout}
-        super().__init__(program, **fixed, **options)
+        super().__init__(program, allow_abbrev=False, formatter_class=layout, **options)
         self.shown, self.types = shown, dict[str, object]()
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError in place of printing the usage."""
         raise UserError(f"{message} (see {self.prog} --help)")
 
-    def add_settings(self, theclass: type, prefix: str = "", title: str = "") -> None:
+    def add_settings(self, theclass: Any, prefix: str = "", title: str = "") -> None:
         """Add the fields of a dataclass, those of nested ones as ``section.field``."""
         docs, types = field_docs(theclass), get_type_hints(theclass)
         group = self.add_argument_group(first_sentence(title or theclass.__doc__ or ""))

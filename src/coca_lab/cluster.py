@@ -5,12 +5,12 @@ import logging
 import os
 import socket
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from coca_attention.errors import UserError, install
-from coca_lab.engine import Engine, Item, Outcome, Progress, as_bytes, compute_sent
+from coca_lab.engine import Engine, Item, Outcomes, Progress, as_bytes, compute_sent
 from coca_lab.store import Store
 
 PATIENCE = 20.0
@@ -47,7 +47,7 @@ class RayEngine(Engine):
         options: Any = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_calls": 0}
         self._remote: Any = ray.remote(**options, max_retries=0)(_compute_remotely)
 
-    def _outcomes(self, queue: deque[Item]) -> Iterator[Outcome]:
+    def _outcomes(self, queue: deque[Item]) -> Outcomes:
         import ray  # an optional package
         from ray.exceptions import RayError
 

@@ -9,7 +9,7 @@ import importlib
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -62,8 +62,8 @@ class Item:
         return replace(self, keys=[key for key, _ in kept], arguments=[x for _, x in kept])
 
 
-Outcome = tuple[Item, Any, float]
-"""An item with its values, or an exception, and the seconds that it took."""
+Outcomes = Generator[tuple[Item, Any, float], None, None]
+"""Items with their values, or an exception, and the seconds that they took."""
 Step = tuple[Sequence[Item], Progress]
 """Items whose values a job needs, and what hears how far they are."""
 Job = Generator[Step, None, None]
@@ -141,9 +141,9 @@ class Engine:
         with closing(self._outcomes(queue)) as outcomes:
             for item, values, seconds in outcomes:
                 error = values if isinstance(values, Exception) else None
-                if error is None:
+                if not isinstance(values, Exception):
                     self.store.put(item.keys, values, seconds)
-                elif not isinstance(error, UserError):
+                elif not isinstance(values, UserError):
                     tries[as_text(item.keys)] += 1
                     if tries[as_text(item.keys)] < ATTEMPTS:
                         queue.append(item)
@@ -178,7 +178,7 @@ class Engine:
             if step.left:
                 return [item for item in new if item.keys]
 
-    def _outcomes(self, queue: deque[Item]) -> Iterator[Outcome]:
+    def _outcomes(self, queue: deque[Item]) -> Outcomes:
         """Every item of a queue that grows."""
         while queue:
             item = queue.popleft()

@@ -4,7 +4,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing import connection, get_context, parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from coca_attention.errors import UserError
-from coca_lab.engine import Engine, Item, Outcome, Progress, as_bytes, compute_sent, problem
+from coca_lab.engine import Engine, Item, Outcomes, Progress, as_bytes, compute_sent, problem
 from coca_lab.files import plain_name
 from coca_lab.store import Store
 
@@ -55,7 +55,7 @@ class ProcessEngine(Engine):
         super().__init__(store, progress)
         self.processes, self.options = processes, (threads, logs)
 
-    def _outcomes(self, queue: deque[Item]) -> Iterator[Outcome]:
+    def _outcomes(self, queue: deque[Item]) -> Outcomes:
         idle, busy = list[_Process](), dict[Any, tuple[_Process, Item]]()
         try:
             while queue or busy:

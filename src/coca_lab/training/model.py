@@ -107,7 +107,7 @@ def _extend_length(model: PreTrainedModel, recipe: Recipe) -> None:
         config.max_position_embeddings = length
 
 
-def choose_parameters(model: PreTrainedModel, stage: StageRecipe) -> PreTrainedModel:
+def choose_parameters(model: PreTrainedModel, stage: StageRecipe) -> Any:
     """The model with all parameters frozen but those that a stage trains; PEFT's for ``lora``."""
     if stage.train == "all":
         return model.requires_grad_(True)
@@ -134,9 +134,7 @@ def choose_parameters(model: PreTrainedModel, stage: StageRecipe) -> PreTrainedM
     return model
 
 
-def model_config(
-    recipe: Recipe, vocab_size: int, end_of_text: int | None = None
-) -> PretrainedConfig:
+def model_config(recipe: Recipe, vocab_size: int, end_of_text: object = None) -> PretrainedConfig:
     """Transformers configuration of a recipe's model.
 
     Args:

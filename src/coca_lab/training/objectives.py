@@ -13,6 +13,7 @@ windows and positions are those of its family, and wrappers for several processe
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,8 @@ from coca_attention.models.configuration import head_width
 from coca_attention.models.families import family_of
 from coca_lab.recipe_sections import Objective
 
-Args, Kwargs = tuple[Tensor, ...], dict[str, Tensor]
+Args = tuple[Tensor, ...]
+Kwargs = dict[str, Tensor]
 """Of a module, as hooks get them."""
 Loss = Callable[[nn.Module, Kwargs], Tensor]
 """Maps the model, as the Trainer wraps it, and a batch to the mean loss of the batch, a scalar."""
@@ -183,7 +185,7 @@ def _attention_layers(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module
 
 
 @torch.no_grad()
-def _read(teacher: PreTrainedModel, batch: Kwargs, **kwargs: bool | int) -> CausalLMOutputWithPast:
+def _read(teacher: PreTrainedModel, batch: Kwargs, **kwargs: bool | int) -> Any:
     return teacher(**_inputs(batch), **kwargs)
 
 

@@ -7,6 +7,7 @@ own.
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -59,6 +60,7 @@ class Retrieval:
     def _share(self, model: PreTrainedModel, questions: Questions) -> float:
         prompts, state = questions.prompts, PartialState()
         size = max(1, self.tokens // questions.length)
+        mine: Any
         scores: dict[int, float] = {}
         # All processes answer equally many: some repeat the last prompt, which counts once.
         with state.split_between_processes([*range(len(prompts))], apply_padding=True) as mine:

@@ -134,8 +134,7 @@ class RecipeTrainer(Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: Optimizer | None = None
     ) -> LambdaLR:
-        used = optimizer or self.optimizer
-        assert used is not None
+        used: Any = optimizer or self.optimizer
         self.lr_scheduler = LambdaLR(used, lambda step: learning_rate_share(step, self.settings))
         return self.lr_scheduler
 
