@@ -19,8 +19,8 @@ from coca_lab.report import printed_tables, read_results
 from coca_lab.store import Store
 
 WORKERS = (
-    "Processes that train and evaluate a model each; 0: none but this one. By default one per "
-    "core, or one if there is a GPU."
+    "Processes that train a model each and share its evaluation; 0: none but this one. By default "
+    "one per core, or one if there is a GPU; none if nothing is trained or converted."
 )
 
 
