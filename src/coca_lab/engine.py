@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Self
 
-import dill
+import cloudpickle
 
 from coca_attention.errors import UserError
 from coca_lab.files import known_problem
@@ -196,7 +196,7 @@ def compute(work: Work, arguments: Sequence[object]) -> tuple[Any, float]:
 
 def as_bytes(work: Work) -> bytes:
     """Work, closures included, for `compute_sent` in another process."""
-    return dill.dumps(work)
+    return cloudpickle.dumps(work)
 
 
 def compute_sent(work: bytes, arguments: Sequence[object]) -> tuple[Any, float]:
@@ -207,7 +207,7 @@ def compute_sent(work: bytes, arguments: Sequence[object]) -> tuple[Any, float]:
 @lru_cache(maxsize=1)
 def _loaded(work: bytes) -> Work:
     import_extensions()
-    return dill.loads(work)
+    return cloudpickle.loads(work)
 
 
 def problem(error: Exception) -> str:
