@@ -38,7 +38,7 @@ from coca_lab.data.ruler import ANSWER_TOKENS, RulerTask, ask_for_ruler, string_
 from coca_lab.engine import Engine, Item
 from coca_lab.evaluation.task import Cell
 from coca_lab.files import write_text
-from coca_lab.fingerprints import model_fingerprint
+from coca_lab.fingerprints import code_fingerprint, model_fingerprint
 from coca_lab.generation import greedy_answers
 from coca_lab.store import Store
 
@@ -213,8 +213,8 @@ def main(words: Sequence[str] | None = None) -> None:
         tokenizer.save_pretrained(options.books)
         return
     output = options.output or Path(f"results/smollm2/{options.what}.jsonl")
-    text = text_fingerprint(options.books)
-    about = [model_fingerprint(options.folder), text, options.dtype, options.count, options.longest]
+    about = [model_fingerprint(options.folder), text_fingerprint(options.books)]
+    about += [code_fingerprint(read), options.dtype, options.count, options.longest]
     items = [
         Item([[*about, *each[:3]]], partial(read, options), [each], each[1], f"{each[0]} {each[2]}")
         for each in readings(options, tokenizer)
