@@ -22,7 +22,7 @@ class ReportSettings:
     title: str | None = None
     """Heading of the page; by default it names what was measured."""
     paper: bool = False
-    """Also show the paper's figures."""
+    """Also show the paper's Tables 1 to 4."""
 
 
 def report_command(words: list[str]) -> None:

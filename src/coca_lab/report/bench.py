@@ -130,6 +130,7 @@ def _lead(title: str, longest: Frame, memory: bool) -> str:
 
 
 def _note(measured: Sequence[Variant], memory: bool) -> str:
+    """How the figures were measured."""
     if memory:
         return "Peak memory of one run, in megabytes above its inputs."
     note = (

@@ -160,6 +160,7 @@ def _domain(chart: LineChart, points: Frame) -> tuple[float, float]:
 
 
 def _horizontal(chart: LineChart, width: int) -> alt.X:
+    """The horizontal axis and its scale."""
     scale, axis = alt.Scale(nice=False, zero=False), alt.Axis(format=",.6~g", grid=False)
     if chart.ticks:
         scale = alt.Scale(type="log", base=2, nice=False)

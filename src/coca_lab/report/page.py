@@ -63,7 +63,7 @@ def write_report(
         paths: Result files of ``coca eval`` and others, or folders (see `read_results`).
         output: The HTML file.
         title: Heading of the page; by default the study's, or what was measured.
-        paper: Also show the paper's figures.
+        paper: Also show the paper's Tables 1 to 4.
 
     Raises:
         UserError: If a file is invalid, there is nothing to show, or ``output`` is no such page.

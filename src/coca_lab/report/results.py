@@ -63,6 +63,7 @@ def read_results(paths: Sequence[str | Path]) -> list[Content]:
 
 
 def _files(path: Path) -> list[Path]:
+    """The file, or the result files of a folder."""
     if not path.is_dir():
         return [path]
     found = [path / name for name in IN_FOLDERS if (path / name).is_file()]
@@ -90,6 +91,7 @@ def _refuse(number: str) -> None:
 
 
 def _read(path: Path) -> Content:
+    """The content of a result file, a run's and the harness's in the shape of a study's."""
     try:
         # Bytes, which may begin with a byte order mark.
         content = json.loads(path.read_bytes(), parse_constant=_refuse)
