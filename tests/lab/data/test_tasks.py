@@ -164,5 +164,7 @@ def test_a_short_source_is_repeated_each_pass_in_a_new_order():
     for step in range(10):
         counts = Counter(block < 40 for block in blocks[10 * step : 10 * step + 10])
         assert counts[True] in (7, 8) and counts[False] in (2, 3)
+    equal = mixture_order([9, 9], apportion([0.5, 0.5], 2, 9), 0)
+    assert (equal[equal < 9] != equal[equal >= 9] - 9).any()  # sources have orders of their own
     assert mixture_order([40, 7], read, 0).tolist() == blocks
     assert mixture_order([40, 7], read, 1).tolist() != blocks
