@@ -10,6 +10,7 @@ from conftest import tiny_model
 from studies.gpu import main
 
 
+@pytest.mark.slow
 def test_far_reads_and_asks_with_every_command(tokenizer, tmp_path, capsys):
     model_folder = tmp_path / "model"
     tiny_model("llama-rope").save_pretrained(model_folder)

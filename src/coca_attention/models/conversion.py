@@ -253,7 +253,6 @@ def _new_configuration(family: Family, old: PreTrainedConfig, wanted: Conversion
         config.rope_parameters[LOCAL_RULE] = kept
     config._attn_implementation = old._attn_implementation
     config._experts_implementation = old._experts_implementation
-    config.name_or_path = old.name_or_path
     return config
 
 

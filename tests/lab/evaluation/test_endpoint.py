@@ -1,5 +1,6 @@
 """Prompts that a server answers: servers that run, and one that says what a test wants."""
 
+import copy
 import json
 import threading
 from contextlib import contextmanager
@@ -7,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from unittest.mock import Mock
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from coca_attention.errors import UserError
 from coca_lab.data.ruler import ask_for_ruler
@@ -77,6 +79,13 @@ def test_a_prompt_is_sent_as_openai_says(tokenizer, monkeypatch):
 def test_a_text_is_sent_only_if_it_has_the_same_tokens(tokenizer):
     (prompt,) = ask_for_ruler(tokenizer, "niah_single_1", 900, [0])
     assert as_sent(tokenizer, prompt) == prompt.text
+    started = copy.deepcopy(tokenizer)  # which begins texts with a token
+    first = (tokenizer.eos_token, tokenizer.eos_token_id)
+    started.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{first[0]} $A", special_tokens=[first]
+    )
+    (prompt,) = ask_for_passkeys(started, 300, [0])
+    assert as_sent(started, prompt) == started.decode(prompt.ids[1:])
     ids = [tokenizer.vocab["a"], *tokenizer("lpha")["input_ids"]]  # it would be read as one token
     assert as_sent(tokenizer, Prompt(ids, {})) == ids != tokenizer("alpha")["input_ids"]
 

@@ -142,11 +142,10 @@ def test_models_share_a_tokenizer_that_fits_their_recipe(text, tmp_path):
 
     b = {**ROPE, "data.vocab_size": 280}
     run(tmp_path, {"b": b}, text)
-    run(tmp_path, {"a": {**ROPE, "data.vocab_size": 260}, "b": b}, text)
-    run(tmp_path, {"c": {**ROPE, "data.vocab_size": 270}, "b": b}, text, seeds=[0, 1])
-    assert [entries(name) for name in ("a", "b", "c", "b-seed-1")] == [260, 280, 270, 280]
+    run(tmp_path, {"a": {**ROPE, "data.vocab_size": 260}, "b": b}, text, seeds=[0, 1])
+    assert [entries(name) for name in ("a", "b", "b-seed-1")] == [260, 280, 280]
     with pytest.raises(UserError, match=r"different: data\.vocab_size"):
-        run(tmp_path, {"c": {**ROPE, "data.vocab_size": 275}}, text)
+        run(tmp_path, {"a": {**ROPE, "data.vocab_size": 275}}, text)
 
 
 def test_another_training_text_is_noticed(text, text_folder, tmp_path):
