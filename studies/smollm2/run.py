@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, trained on 8,192 tokens, read farther by methods that train nothing.
+"""SmolLM2-135M-Instruct, made for 8,192 tokens, read farther by methods that train nothing.
 
 Books: every method reads the same books to the same last token and scores the last 1,024 of it.
 RULER: every method answers the same prompts of RULER's tasks, in the model's chat template if it

@@ -210,8 +210,8 @@ def _card_sections(
 ) -> dict[str, str]:
     """What the model card says besides the facts of every card, in Markdown by heading."""
     text = (
-        f"Trained on texts of {length:,} tokens. Local layers see a short window, global ones the "
-        "whole text without positions."
+        f"Trained with a context of {length:,} tokens. Local layers see a short window, global "
+        "ones the whole text without positions."
     )
     if context is not None and context != length:
         text += (

@@ -19,6 +19,8 @@ TOKENS = "tokens trained on (millions)"
 NEAR = (0.01, 0.005)
 DRAWN = 1_000
 """Points of a line at most: a picture shows no more."""
+AVERAGED = 100
+"""Points of a line of losses at most, each of which is a batch's, and so noise."""
 
 
 def training_sections(runs: Sequence[Run]) -> list[Section]:
@@ -29,9 +31,11 @@ def training_sections(runs: Sequence[Run]) -> list[Section]:
     for objective, unit in UNITS.items():  # losses of different objectives are not comparable
         losses = _trained(curves[curves["objective"] == objective], "loss")
         if len(losses):
+            losses = _averaged(losses)
             title = "Training" if objective == "next_token" else f"Training: {objective}"
             lead = _best("Lowest training loss at the end", losses, "min")
-            sections.append(Section(title, lead, chart=LineChart(losses, TOKENS, unit)))
+            text = f"Of long runs a point is the mean over 1/{AVERAGED} of the run."
+            sections.append(Section(title, lead, text, LineChart(losses, TOKENS, unit)))
     return [*sections, _table(runs)]
 
 
@@ -59,6 +63,14 @@ def _trained(entries: Frame, field: str) -> Frame:
     # At equal distances, and always the last.
     left = points.groupby("line").cumcount(ascending=False)
     return points.assign(y=points[field], mark=marks)[left % -(-counts // DRAWN) == 0]
+
+
+def _averaged(points: Frame) -> Frame:
+    """At most `AVERAGED` points of every line, means of as many values, at the last of them."""
+    lines = points.groupby("line")["x"]
+    part = lines.cumcount(ascending=False) // -(-lines.transform("size") // AVERAGED)
+    parts = points.assign(part=part).groupby(["line", "part"], sort=False, as_index=False)
+    return parts.agg({"x": "last", "y": "mean", "mark": "first"})
 
 
 def _validation(runs: Sequence[Run]) -> list[Section]:

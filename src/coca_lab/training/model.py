@@ -100,7 +100,7 @@ def _extend_length(model: PreTrainedModel, recipe: Recipe) -> None:
         limited = "max_distance" in rope_parameters(config)
         if recipe.model.interpolation is None and not limited:
             raise UserError(
-                f"{recipe.model.start} was trained on {known} tokens and block_length is {length}: "
+                f"{recipe.model.start} was made for {known} tokens and block_length is {length}: "
                 f"set model.max_distance, at most {known}, or model.interpolation, for "
                 f"example to {length / known:g}, or use shorter blocks"
             )

@@ -28,7 +28,7 @@ from coca_lab.report import Entry, Section, build_report, printed_tables, write_
 from coca_lab.report.page import OPEN
 from coca_lab.report.results import parsed, read_results
 from coca_lab.report.tasks import by_task
-from coca_lab.report.training import DRAWN
+from coca_lab.report.training import AVERAGED, DRAWN
 
 
 @pytest.fixture(scope="module")
@@ -342,13 +342,22 @@ def test_a_number_that_no_float_holds_is_named():
         build_report([{"results": [cell | {"metrics": {"acc,none": 10**400}}]}])
 
 
-def test_a_long_curve_is_thinned(tmp_path, undrawn):
-    """400,000 losses made a page of 43 MB."""
-    curve = [{"step": step, "loss": 1 / step} for step in range(1, 20_001)]
-    run = {**TRAINING, "steps": 20_000, "tokens": 10**6, "curve": curve}
-    points = shown(runs=[run])["Training"].chart.points
+def test_a_long_curve_is_thinned_and_losses_are_averaged(tmp_path, undrawn):
+    """400,000 losses made a page of 43 MB, and a ribbon in place of a line."""
+    steps = range(1, 20_001)
+    run = {
+        **TRAINING,
+        "steps": len(steps),
+        "tokens": 10**6,
+        "curve": [{"step": step, "loss": 3 + step // 20 % 2} for step in steps],
+        "validation": [{"step": step, "perplexity": 1 / step} for step in steps],
+    }
+    sections = shown(runs=[run])
+    points = sections["Validation perplexity in training"].chart.points
     assert len(points) == DRAWN and points["y"].iloc[-1] == 1 / 20_000
     assert np.all(np.diff(points["step"]) == 20)
+    points = sections["Training"].chart.points
+    assert len(points) == AVERAGED and points["x"].iloc[-1] == 1 and set(points["y"]) == {3.5}
     path = tmp_path / "training.json"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(run).encode())  # as Windows' editors save it
     assert len(build_report(read_results([path]))) < 300_000
