@@ -259,7 +259,9 @@ def _records(
             document = _document(row, text_field, f"{path}:{number}")
         except DataError as error:
             if bad_lines == "error":
-                raise DataError(f"{error}; or skip such lines with bad_lines: skip") from error
+                raise DataError(
+                    f"{error}; correct it, or skip such lines (bad_lines: skip)"
+                ) from error
             warnings.warn(f"skipped {error}", stacklevel=2)
         else:
             count += 1

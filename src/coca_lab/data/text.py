@@ -29,6 +29,8 @@ from coca_lab.fingerprints import fingerprint
 
 TOKENIZER_FILES = ("*token*", "*vocab*", "*merges*", "*.model", "*.tiktoken")
 """Patterns of the names that files of a tokenizer have."""
+NO_VOCABULARY = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+"""Those that alone make no tokenizer."""
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_CHARACTERS = 100_000_000
 LONG_RUN = re.compile(r"(\S{1000}|\s{1000})")
@@ -91,7 +93,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:  # a damaged file raises a plain Exception, among others
         folder = Path(path)
-        if folder.is_dir() and not any(any(folder.glob(each)) for each in TOKENIZER_FILES):
+        found = {file.name for each in TOKENIZER_FILES for file in folder.glob(each)}
+        if folder.is_dir() and found <= set(NO_VOCABULARY):
             raise UserError(
                 f"{path}: the folder has no tokenizer: copy tokenizer.json and "
                 "tokenizer_config.json from the model that it was made from"

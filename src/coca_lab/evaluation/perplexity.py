@@ -132,14 +132,14 @@ def load_text(
     if settings.held_out:
         documents = (d for d in documents if held_out(d, settings.held_out))
     chosen: list[TokenDocument] = []
-    short = 0
+    short, longest = 0, 0
     for document, ids in encode_documents(documents, tokenizer, batch=8):
         if len(ids[: settings.max_tokens]) >= at_least:
             chosen.append(TokenDocument(document.id, torch.tensor(ids[: settings.max_tokens])))
             if len(chosen) == settings.max_documents:
                 break
         elif settings.skip_short:
-            short += 1
+            short, longest = short + 1, max(longest, len(ids[: settings.max_tokens]))
         else:
             raise UserError(
                 f"document {document.id!r} has {len(ids)} tokens and the largest window needs "
@@ -147,8 +147,9 @@ def load_text(
             )
     if not chosen:
         raise UserError(
-            f"{settings.source}: no document of at least {at_least} tokens"
-            + (f" ({short} are shorter)" if short else "")
+            f"{settings.source}: no document of at least {at_least:,} tokens"
+            + (f", of {short:,} the longest has {longest:,}" if short else "")
+            + ": give longer texts, or ask for shorter ones"
         )
     return chosen
 

@@ -251,7 +251,7 @@ def test_short_documents_are_refused_or_skipped(tokenizer, tmp_path):
     text.skip_short = True
     kept = load_text(text, tokenizer, at_least=65)
     assert [document.id for document in kept] == [str(tmp_path / "long.txt")]
-    with pytest.raises(ValueError, match=r"no document of at least 100000 tokens .2 are shorter"):
+    with pytest.raises(ValueError, match=r"100,000 tokens, of 2 the longest has \d{3}: give"):
         load_text(text, tokenizer, at_least=100_000)
 
 
