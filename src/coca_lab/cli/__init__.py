@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
 EVALUATIONS = {
-    "perplexity": "Perplexity of a Transformers causal language model under sliding windows.",
+    "perplexity": "Perplexity of a causal language model under sliding windows.",
     "passkey": "Passkey retrieval: does a model find five digits hidden in a long prompt?",
-    "ruler": "RULER's synthetic tasks: needles, variable tracking, common and frequent words, at "
-    "any length",
+    "ruler": "RULER's tasks: needles, chains of variables, frequent words.",
     "recall": "Associative recall: does a model know the values of the keys it has read?",
 }
 """The commands behind ``coca eval``, with their lines of help, which thus come at once."""

@@ -358,7 +358,7 @@ def _number(value: float) -> float | None:
 
 PERPLEXITY_TASK = Task(
     "perplexity",
-    "Perplexity of a Transformers causal language model under sliding windows.",
+    "Perplexity of a causal language model under sliding windows.",
     PerplexitySettings,
     measure=measure_perplexity,
 )

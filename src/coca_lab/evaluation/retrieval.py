@@ -211,7 +211,7 @@ def _mean_score(records: list[Cell]) -> Cell:
 
 RULER_TASK = Task(
     "ruler",
-    "RULER's synthetic tasks: needles, variable tracking, common and frequent words, at any length",
+    "RULER's tasks: needles, chains of variables, frequent words.",
     RulerSettings,
     measure=measure_ruler,
     prompts=True,
