@@ -101,6 +101,8 @@ def report_charts(folder: Path, which: Sequence[int], lines: str) -> list[Titled
 
     def chosen(chart: LineChart) -> LineChart:
         points = chart.points[chart.points["line"].isin(names)]
+        points = points.assign(place=points["line"].map([*names].index))
+        points = points.sort_values(["place", "x"])
         line = points["line"].map(names)
         return replace(chart, points=points.assign(line=line, colour=line, dash=""), every=True)
 
