@@ -26,12 +26,13 @@ def recipes_command(words: list[str]) -> None:
     """List the project's recipes and studies, or print one to change it."""
     (name,) = parse("coca recipes", recipes_command, words, [], ["recipe?"])
     if name is None:
-        width = shutil.get_terminal_size().columns
+        width = max(shutil.get_terminal_size().columns, 2 * NAMES)
         for kind, folder in FILE_KINDS.items():
             print(f"{folder} ({USES[kind]}):")
             for each, path in shipped(kind).items():
-                line = f"  {each:<{NAMES}} {purpose(path)}"
-                print(textwrap.fill(line, width, subsequent_indent=" " * (NAMES + 3)))
+                line = f"  {each:<{NAMES}} "
+                print(line + textwrap.shorten(purpose(path), width - len(line), placeholder=" …"))
+        print("\ncoca recipes NAME prints one, with what it needs.")
         return
     kind, _, rest = name.rpartition("/")
     for each, folder in FILE_KINDS.items():

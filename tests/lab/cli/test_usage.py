@@ -7,6 +7,7 @@ import sys
 import pytest
 from transformers.utils.import_utils import is_serve_available
 
+from coca_lab.arguments import FILE_KINDS, shipped
 from coca_lab.cli import COMMANDS, evaluation, load, main
 from commands import run
 
@@ -128,11 +129,12 @@ def test_a_terminal_without_unicode_gets_help_all_the_same(monkeypatch):
     assert b"--training.steps" in written.getvalue() and b"\\u" in written.getvalue()
 
 
-def test_the_list_of_recipes_fits_the_terminal(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    out = run(capsys, "recipes")[1]
-    assert max(map(len, out.splitlines())) <= 80
-    assert "passkey-1m" in out
+@pytest.mark.parametrize("width", [20, 80])
+def test_the_list_of_recipes_fits_the_terminal_a_line_each(capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = run(capsys, "recipes")[1].splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) == 4 + sum(len(shipped(kind)) for kind in FILE_KINDS)
 
 
 def test_a_name_that_is_no_folder_is_looked_up_once(capsys, monkeypatch):
