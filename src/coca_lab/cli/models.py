@@ -59,7 +59,7 @@ def convert_command(words: list[str]) -> None:
             "a model's context without training use coca extend MODEL TARGET"
         )
     model = convert_folder(path, target, wanted, **vars(folder))
-    note = "; another function than before: train it on"
+    note = "; it predicts poorly until it is trained"
     if not wanted.changes_function:
         limit = rotation(model.config.get_text_config()).max_distance
         note = f"; the same as before up to {limit:,} tokens"
