@@ -1,6 +1,5 @@
 """Greedy answers to prompts of one length."""
 
-import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,18 +17,7 @@ from transformers import (
 
 from coca_attention.errors import UserError
 from coca_attention.models.attention import CACHE
-
-
-@contextmanager
-def beyond_training_length() -> Iterator[None]:
-    """Read more tokens than a model was trained on without Transformers' reminder, on purpose."""
-    log = logging.getLogger("transformers.generation.stopping_criteria")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
+from coca_lab.loading import without_warnings
 
 
 @contextmanager
@@ -89,7 +77,8 @@ def greedy_answers(
     )
     # Not inference mode: what a model keeps, such as frequencies, may be used in training next.
     limit = naming_the_limit(model, prompts.shape[1] + max_new_tokens)
-    with torch.no_grad(), limit, beyond_training_length():
+    reminders = "transformers.generation.stopping_criteria"  # of the training length
+    with torch.no_grad(), limit, without_warnings(reminders):
         output = generate(
             prompts,
             attention_mask=torch.ones_like(prompts),

@@ -36,6 +36,18 @@ def no_progress_bars() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
+@contextmanager
+def without_warnings(logger: str) -> Iterator[None]:
+    """Hide what a logger of Transformers would warn of, where that is on purpose."""
+    theirs = logging.getLogger(logger)
+    level = theirs.level
+    theirs.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        theirs.setLevel(level)
+
+
 def load_model(
     path: str | Path,
     *,

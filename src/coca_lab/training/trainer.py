@@ -27,7 +27,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from coca_attention.errors import UserError
 from coca_lab.files import put_in_place
-from coca_lab.loading import no_progress_bars
+from coca_lab.loading import no_progress_bars, without_warnings
 from coca_lab.recipe_sections import TrainingRecipe
 from coca_lab.training.callbacks import LogLastStep, StopOnSignal, shown
 from coca_lab.training.checkpoints import (
@@ -213,7 +213,12 @@ class RecipeTrainer(Trainer):
                     if str(path) != self.state.best_model_checkpoint:
                         shutil.rmtree(path, ignore_errors=True)
 
-    _load_from_checkpoint = reads_checkpoint(Trainer._load_from_checkpoint)
+    @reads_checkpoint
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        # Trainer reads the configuration as of no family, and would warn of the fields of roles.
+        with without_warnings("transformers.modeling_rope_utils"):
+            super()._load_from_checkpoint(*args, **kwargs)
+
     _load_optimizer_and_scheduler = reads_checkpoint(Trainer._load_optimizer_and_scheduler)
     _load_scaler = reads_checkpoint(Trainer._load_scaler)
     _load_rng_state = reads_checkpoint(Trainer._load_rng_state)

@@ -108,6 +108,15 @@ def test_a_run_resumes_from_its_last_complete_checkpoint(
     assert last_checkpoint(output / "nowhere") is None
 
 
+def test_a_run_with_roles_resumes_without_warnings(text_folder, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    wanted = recipe(text_folder, model__attention="rope", model__layers="lg")
+    resumed = unfinished(train(wanted, tmp_path / "whole"), tmp_path / "resumed")
+    with caplog.at_level(logging.INFO, "coca_lab"):
+        train(wanted, resumed)
+    assert "resuming from step" in caplog.text and "rope_parameters" not in caplog.text
+
+
 EXPERTS = "{num_experts_per_tok: 2, moe_intermediate_size: 16, num_local_experts: 4, %s}"
 
 
