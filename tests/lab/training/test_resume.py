@@ -110,7 +110,7 @@ def test_a_run_resumes_from_its_last_complete_checkpoint(
 
 def test_a_run_with_roles_resumes_without_warnings(text_folder, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    wanted = recipe(text_folder, model__attention="rope", model__layers="lg")
+    wanted = recipe(text_folder, model__attention="rope", model__layers="g")
     resumed = unfinished(train(wanted, tmp_path / "whole"), tmp_path / "resumed")
     with caplog.at_level(logging.INFO, "coca_lab"):
         train(wanted, resumed)
