@@ -110,7 +110,7 @@ class SettingsParser(ArgumentParser):
         try:
             return yaml.load(text, _Loader)
         except (yaml.YAMLError, RecursionError) as error:
-            self.error(f"{_option(name)}: not readable: {_problem(error)}")
+            self.error(f"{_option(name)}: not readable: {_yaml_problem(error)}")
 
 
 def settings_parser(
@@ -259,14 +259,14 @@ def read_yaml(path: str | Path, kind: str) -> Values:
     try:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not a readable {kind}: {_problem(error)}") from error
+        raise UserError(f"{path}: not a readable {kind}: {_yaml_problem(error)}") from error
     if not isinstance(content, dict):
         there = "an empty file" if content is None else repr(content)
         raise UserError(f"{path}: a {kind} has sections with fields and values; got {there}")
     return content
 
 
-def _problem(error: Exception) -> str:
+def _yaml_problem(error: Exception) -> str:
     """What an error of YAML says, in one line."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem and error.problem_mark:
         return f"line {error.problem_mark.line + 1}: {error.problem}"
