@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from benchmarks.timing import Variant, isolated
+from benchmarks.timing import Variant, isolated, peak_megabytes
 from coca_attention import ops
 from coca_attention.models import CoCALlamaConfig
 from coca_attention.models.attention import CACHE
@@ -30,9 +30,8 @@ from coca_attention.models.sinks import use_fused_attention
 from coca_attention.ops import FORMS, Rotation, coca_attention
 from coca_attention.roles import Roles
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
-from coca_lab.environment import peak_growth
 
-Run = Callable[[], object]
+Run = Callable[[], Any]
 Tensors = dict[str, Tensor]
 VOCABULARY = 1024
 LLAMA, COPY, GRANITE = "Llama", "copy of as many bytes", "GraniteSWA"
@@ -72,9 +71,7 @@ def rotary_attention(query: Tensor, key: Tensor, value: Tensor, **_: Tensor) -> 
     )
 
 
-def coca(
-    query: Tensor, value: Tensor, *, form: str, rotation: Rotation | None = None, **keys: Tensor
-):
+def coca(query: Tensor, value: Tensor, *, form: str, rotation: Any = None, **keys: Tensor):
     """`coca_attention` as users call it; of the form rope, with keys whose pairs are all free."""
     key = keys["key" if form == "rope" else "key_coefficients"]
     form = "strict" if form == "rope" else form  # which does not matter without collinear pairs
@@ -134,9 +131,7 @@ def random_inputs(length: int, settings: Namespace) -> Tensors:
     }
 
 
-def error_of(
-    output: Tensor, tensors: Tensors, form: str, rotation: Rotation | None = None
-) -> float:
+def error_of(output: Tensor, tensors: Tensors, form: str, rotation: Any = None) -> float:
     """Largest error against the operator in float64, relative to the largest exact value.
 
     Of ``output`` (B, H, T, D), the last queries of the last key head's query heads are compared.
@@ -183,15 +178,17 @@ def backward_run(function: Callable[..., Tensor], tensors: Tensors) -> Run:
 
 
 def memory_variants(length: int, settings: Namespace) -> list[Variant]:
-    """A variant per operator, whose run returns its peak memory above its inputs, in MB."""
-    tensors, few = random_inputs(length, settings), random_inputs(64, settings)
+    """A variant per operator, whose run returns its peak memory."""
+    peak = partial(peak_megabytes, settings.device, single_forward)
+    names = operators(length, settings)
+    return [Variant(name, partial(peak, name, length, settings)) for name in names]
 
-    def peak(function: Callable[..., Tensor]) -> float:
-        function(**few)  # warms up
-        return peak_growth(forward_run(function, tensors), settings.device)
 
-    made = operators(length, settings)
-    return [Variant(name, partial(peak, operator.run)) for name, operator in made.items()]
+def single_forward(name: str, length: int, settings: Namespace) -> Run:
+    """One operator for the process that measures its memory, after a short run to warm up."""
+    function = operators(length, settings)[name].run
+    function(**random_inputs(64, settings))
+    return forward_run(function, random_inputs(length, settings))
 
 
 def one_query_variants(length: int, settings: Namespace) -> list[Variant]:

@@ -1,4 +1,4 @@
-"""Interleaved timing of variants."""
+"""Interleaved timing of variants, and their peak memory."""
 
 import gc
 import multiprocessing
@@ -6,10 +6,12 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
+from coca_lab.environment import peak_growth
 
 QUARTILES = (0.25, 0.5, 0.75)
 
@@ -18,7 +20,7 @@ class Variant(NamedTuple):
     """One of the ways to compute something that a case compares."""
 
     name: str
-    run: Callable[[], object]
+    run: Callable[[], Any]
     """Runs it once. If it returns a float, that is taken as its time in seconds."""
     error: float | None = None
     """Largest error, relative to the largest exact value; None if there is no exact result."""
@@ -26,7 +28,7 @@ class Variant(NamedTuple):
     """Further numbers for the results, such as the megabytes of its cache."""
 
 
-def interleaved(variants: Sequence[Variant], settings: Namespace) -> dict[str, dict[str, object]]:
+def interleaved(variants: Sequence[Variant], settings: Namespace) -> dict[str, dict[str, Any]]:
     """Time every variant once per round, so that changes in machine load affect all of them.
 
     Ratios are to the first variant in the same round. Three rounds run even if the time is over.
@@ -67,7 +69,7 @@ def interleaved(variants: Sequence[Variant], settings: Namespace) -> dict[str, d
     return results
 
 
-def isolated(make: Callable[..., Variant], *arguments: object) -> Variant:
+def isolated(make: Callable[..., Variant], *arguments: Any) -> Variant:
     """A variant made in a process of its own, which measures its runs itself, and ends with it."""
     # When every run frees and allocates large blocks (a growing cache), variants of different sizes
     # fragment a heap that they share, and page faults dominate the time.
@@ -76,12 +78,19 @@ def isolated(make: Callable[..., Variant], *arguments: object) -> Variant:
     return Variant(name, lambda: pool.submit(_run).result(), error, facts)
 
 
+def peak_megabytes(device: str, make: Callable[..., Callable[[], Any]], *arguments: Any) -> float:
+    """Peak memory of one run above its inputs, in MB; on a CPU that of a new process, on Linux."""
+    if device == "cpu":
+        return _process().submit(_resident_growth, make, *arguments).result()
+    return peak_growth(make(*arguments), device)
+
+
 def _process() -> ProcessPoolExecutor:
     context, threads = multiprocessing.get_context("spawn"), torch.get_num_threads()
     return ProcessPoolExecutor(1, context, torch.set_num_threads, (threads,))
 
 
-def _make(make: Callable[..., Variant], *arguments: object) -> tuple[str, float | None, dict]:
+def _make(make: Callable[..., Variant], *arguments: Any) -> tuple[str, float | None, dict]:
     global _variant
     _variant = make(*arguments)
     return _variant.name, _variant.error, _variant.facts
@@ -91,3 +100,7 @@ def _run() -> float:
     before = time.perf_counter()
     _variant.run()
     return time.perf_counter() - before
+
+
+def _resident_growth(make: Callable[..., Callable[[], Any]], *arguments: Any) -> float:
+    return peak_growth(make(*arguments))

@@ -86,6 +86,18 @@ def test_code_and_commands_parse(page, monkeypatch):
         parses(words)
 
 
+@pytest.mark.parametrize("kind", ["recipes", "studies"])
+def test_commands_at_the_top_of_recipes_and_studies_parse(kind, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    found = []
+    for file in (ROOT / kind).glob("*.yaml"):
+        text = re.sub(r" \\\n#", "", file.read_text(encoding="utf-8"))
+        for line in re.findall(r"^# (?:Command|Then) +coca (.*)$", text, re.M):
+            parses(shlex.split(line))
+            found.append(line)
+    assert len(found) > 5
+
+
 @pytest.fixture
 def workplace(tmp_path, monkeypatch, tokenizer):
     """A folder with what the README's examples speak of: a model, books and recipes."""

@@ -81,17 +81,21 @@ class _Waiting:
         self.job, self.count, self.progress = job, len(items), progress
         self.costs = {as_text(key): x.cost / len(x.keys) for x in items for key in x.keys}
         self.left = {as_text(key) for x in items for key in x.keys if key not in store}
+        self.total = sum(self.costs.values())
+        self.done = self.total - sum(self.costs[name] for name in self.left)
         self.failed = list[tuple[Item, Exception]]()
 
     def tell(self, label: str = "") -> None:
         """Say how far it is."""
-        total, left = sum(self.costs.values()), sum(self.costs[name] for name in self.left)
         line = f"{len(self.costs) - len(self.left):,} of {len(self.costs):,} values"
-        self.progress(f"{line}, {label}" if label else line, round(total - left), round(total))
+        line = f"{line}, {label}" if label else line
+        self.progress(line, round(self.done), round(self.total))
 
     def end(self, item: Item, error: Exception | None) -> None:
         """Note that an item is done, or has failed."""
-        self.left.difference_update(map(as_text, item.keys))
+        ended = self.left.intersection(map(as_text, item.keys))
+        self.left -= ended
+        self.done += sum(self.costs[name] for name in ended)
         if error is None:
             self.tell(item.label)
         else:
@@ -207,7 +211,7 @@ def compute_sent(work: bytes, arguments: Sequence[object]) -> tuple[Any, float]:
 @lru_cache(maxsize=1)
 def _loaded(work: bytes) -> Work:
     import_extensions()
-    return cloudpickle.loads(work)
+    return cloudpickle.loads(work)  # of `as_bytes` alone: the driver sends it, no file has it
 
 
 def problem(error: Exception) -> str:

@@ -323,10 +323,8 @@ def _other_needles(
     """Needles about other keys."""
     lines: list[str] = []
     while len(lines) < count:
-        (key,), (value,) = (
-            draw_distinct(generator, kind.key, 1),
-            draw_distinct(generator, kind.value, 1),
-        )
+        (key,) = draw_distinct(generator, kind.key, 1)
+        (value,) = draw_distinct(generator, kind.value, 1)
         if key not in keys:
             lines.append(NEEDLE.format(kind=kind.value, key=key, value=value))
     return lines

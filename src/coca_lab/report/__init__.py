@@ -8,6 +8,14 @@ from coca_lab.report.section import Entry, Section
 from coca_lab.report.tasks import REPORTS, TaskReport, printed_tables
 
 __all__ = [
-    "REPORTS", "CheckedCell", "Entry", "LineChart", "Section", "TaskReport",
-    "build_report", "printed_tables", "read_results", "write_report",
-]  # fmt: skip
+    "REPORTS",
+    "CheckedCell",
+    "Entry",
+    "LineChart",
+    "Section",
+    "TaskReport",
+    "build_report",
+    "printed_tables",
+    "read_results",
+    "write_report",
+]

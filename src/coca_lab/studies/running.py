@@ -49,12 +49,14 @@ def run_study(
         raise UserError("an endpoint answers for models with path: no training, no workers")
     with Store(output / STORE_FILE) as store, nullcontext() if ready else _threads(study.num_cpus):
         engine = _engine(study, store, output, len(trials), ray, 0 if ready else workers)
-        best, run = study.best_rates(trials, store), None
-        while run is None or best != (best := study.best_rates(trials, store)):
+        while True:
+            best = study.best_rates(trials, store)
             trials = study.trials(output, best)
             by_label = {trial.label: _with_tokenizer(trial, output) for trial in trials}
             run = _Run(study, by_label, engine, output, progress)
             run.compute()
+            if study.best_rates(trials, store) == best:  # no further learning rate is chosen now
+                break
     found = read_json(output / RESULTS_FILE)
     if found["training"] or (found["results"] and REPORTS.keys() & study.tasks):
         write_report([output / RESULTS_FILE], output / REPORT_FILE)

@@ -83,9 +83,9 @@ def reads_checkpoint(load: Callable[..., None]) -> Callable[..., None]:
     """A method of Trainer that reads a checkpoint, its first argument, by `catch_read_errors`."""
 
     @wraps(load)
-    def named(trainer: object, checkpoint: str | None, *rest: object) -> None:
+    def named(trainer: object, checkpoint: str | None, *args: object, **kwargs: object) -> None:
         with catch_read_errors(Path(checkpoint or "")):
-            load(trainer, checkpoint, *rest)
+            load(trainer, checkpoint, *args, **kwargs)
 
     return named
 

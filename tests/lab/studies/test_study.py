@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import contextmanager, suppress
 from errno import ENOSPC
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -229,7 +230,9 @@ def test_too_large_a_batch_is_halved(small, tmp_path, monkeypatch):
 def start(study, out):
     """The command in a process of its own, when it has saved one checkpoint more."""
     command = [sys.executable, "-m", "coca_lab.cli", "study", str(study), f"--output={out}"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    # A shell lets what it starts in the background ignore SIGINT, and children inherit that.
+    obey = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=obey)
     before, deadline = steps_saved(out), time.monotonic() + 300
     while steps_saved(out) <= before:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[1]

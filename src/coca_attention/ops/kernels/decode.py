@@ -178,9 +178,10 @@ def attend_half(
     columns, pairs = (max(16, triton.next_power_of_2(x)) for x in (value_width, half))
     # Registers for a tile of 64 pairs and 128 columns are those of one warp.
     warps = max(1, pairs // 64, columns // 128) if rows == 1 else 4
-    launched: tuple[Any, Any] = _parts, _combine
+    parts: Any = _parts
+    combine: Any = _combine
     with torch.cuda.device_of(query):
-        launched[0][(batch * kv_heads, splits)](
+        parts[(batch * kv_heads, splits)](
             query, coefficients, value, mask,
             frames.cos, frames.sin, frames.first, frames.second, sums, largest, total,
             query.stride(0), query.stride(1), *coefficients.stride()[:3], *value.stride()[:3],
@@ -192,7 +193,7 @@ def attend_half(
             PAIRS=pairs, COLUMNS=columns, N=frames.tile, MASKED=attention_mask is not None,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=warps,
         )  # fmt: skip
-        launched[1][(batch * heads,)](
+        combine[(batch * heads,)](
             sums, largest, total, output, splits,
             WIDTH=value_width, COLUMNS=columns, SPLITS=triton.next_power_of_2(splits),
         )  # fmt: skip
