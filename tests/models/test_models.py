@@ -1,11 +1,12 @@
 """The registered models: configurations, initial weights and files; ALiBi, the paper's baseline."""
 
 import json
+from importlib.metadata import entry_points
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import oracle
 from coca_attention.errors import UserError
@@ -139,3 +140,10 @@ def test_bfloat16_distinguishes_all_distances():
     scores = (augmented_q.float() @ augmented_k.float().mT)[0, :, 0]
     steps = scores.diff(dim=-1)
     assert torch.equal(steps, alibi.slopes(4).float()[:, None].expand_as(steps))
+
+
+@pytest.mark.parametrize("group", ["vllm.general_plugins", "sglang.srt.plugins"])
+def test_engines_register_the_models_by_an_entry_point(group):
+    (point,) = [each for each in entry_points(group=group) if each.value.startswith("coca")]
+    point.load()()
+    assert AutoConfig.for_model("coca_llama").model_type == "coca_llama"
