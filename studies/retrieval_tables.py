@@ -16,7 +16,7 @@ from typing import Any
 from scipy.stats import fisher_exact
 
 from coca_lab.intervals import wilson_interval
-from studies.pages import FOUND, begins, markdown, write_tables
+from studies.pages import FOUND, begins, markdown, mean_and_interval, percent, write_tables
 
 PAGE = Path("results/retrieval/README.md")
 TRIALS = PAGE.parent / "trials.jsonl"
@@ -32,6 +32,10 @@ CONTROLS = {
     "neox": "neox sequential",
 }
 """By the rule of the page: an arm, and what it changes one factor of."""
+PERPLEXITIES = [(256, "none"), (4096, "none"), (4096, "fold")]
+PASSKEYS = [(4096, "none"), (16384, "none"), (4096, "fold"), (16384, "fold")]
+"""Columns of the table: a length, and a scaling."""
+STOCK, DECAY = "cohere 8 x 4000", "cohere decay 8 x 4000"
 Trial = dict[str, Any]
 
 
@@ -86,26 +90,40 @@ def reads_far(trial: Trial) -> bool:
     return min(value(trial, "accuracy", 16 * LENGTH, "none") or 0.0, farthest or 0.0) >= FOUND
 
 
+def in_one_folder(trial: Trial) -> bool | None:
+    """Whether passkeys of L, 16 L and 64 L are found, folded for 64 L; None without a fold."""
+    lengths = (LENGTH, 16 * LENGTH, 64 * LENGTH)
+    found = [value(trial, "accuracy", length, "fold") for length in lengths]
+    known = [each for each in found if each is not None]
+    return min(known) >= FOUND if known else None
+
+
 def arms_table(arms: dict[str, list[Trial]]) -> Iterator[list[str]]:
     """What every arm learned, and what it reads."""
     yield [
-        "arm", "seeds", "learned", "95 % interval", "reads far", "begins at step",
+        "arm", "seeds", "learned", "95 % interval", "reads far", "in one folder", "begins at step",
         "perplexity 256", "4,096", "4,096, folded for 64 L", "passkeys 4,096", "16,384",
-        "16,384, folded for 64 L",
+        "4,096, folded for 64 L", "16,384, folded for 64 L",
     ]  # fmt: skip
     for arm, of in arms.items():
         count = sum(map(learned, of))
-        low, high = wilson_interval(count, len(of))
+        low, high = wilson_interval(count, len(of)) or (0.0, 1.0)
         yield [
             arm,
             ", ".join(str(trial["seed"]) for trial in of),
             f"{count} of {len(of)}",
             f"{low:.2f} to {high:.2f}",
             f"{sum(map(reads_far, of))} of {len(of)}",
+            _count([in_one_folder(trial) for trial in of]),
             ", ".join(begins(trial["validation"], LENGTH) for trial in of),
-            *(_perplexity(of, *at) for at in ((256, "none"), (4096, "none"), (4096, "fold"))),
-            *(_shares(of, *at) for at in ((4096, "none"), (16384, "none"), (16384, "fold"))),
+            *(_perplexity(of, *at) for at in PERPLEXITIES),
+            *(_shares(of, *at) for at in PASSKEYS),
         ]
+
+
+def _count(found: list[bool | None]) -> str:
+    known = [each for each in found if each is not None]
+    return f"{sum(known)} of {len(known)}" if known else ""
 
 
 def _perplexity(trials: list[Trial], window: int, scaling: str) -> str:
@@ -135,6 +153,22 @@ def factors_table(arms: dict[str, list[Trial]]) -> Iterator[list[str]]:
             yield [arm, control, str(n), str(one), str(other), f"{p:.3f}"]
 
 
+def decay_line(arms: dict[str, list[Trial]]) -> str:
+    """What the decay does to perplexity at 16 L, over the seeds that both arms have."""
+    stock, decay = (
+        {trial["seed"]: value(trial, "perplexity", 4096, scaling) for trial in arms.get(arm, ())}
+        for arm, scaling in ((STOCK, "fold"), (DECAY, "none"))
+    )
+    seeds = sorted(stock.keys() & decay.keys())
+    if not seeds:
+        return ""
+    nats = [math.log((decay[seed] or math.nan) / (stock[seed] or math.nan)) for seed in seeds]
+    return (
+        f"Perplexity at 4,096 tokens of {DECAY}, beside {STOCK} folded for 64 L: "
+        f"{mean_and_interval(nats, percent)} %, seeds {', '.join(map(str, seeds))}."
+    )
+
+
 def main() -> None:
     """Add the files that are named, and write the tables."""
     for word in sys.argv[1:]:
@@ -142,8 +176,8 @@ def main() -> None:
     arms: dict[str, list[Trial]] = {}
     for trial in sorted(read_trials(), key=lambda trial: trial["seed"]):
         arms.setdefault(trial["arm"], []).append(trial)
-    text = f"{markdown(arms_table(arms))}\n\n{markdown(factors_table(arms))}"
-    write_tables(PAGE, text)
+    parts = markdown(arms_table(arms)), markdown(factors_table(arms)), decay_line(arms)
+    write_tables(PAGE, "\n\n".join(filter(None, parts)))
 
 
 if __name__ == "__main__":

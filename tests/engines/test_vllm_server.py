@@ -23,6 +23,7 @@ from natives import VOCABULARY, answered_passkeys, exported, saved
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / "build" / "engines" / "bin" / "python"
 TRAINED = ROOT / "runs" / "native-1m"
+OVERRIDES = "--hf-overrides", '{"sliding_window": 31}'  # as its card says
 CONTEXT, ANSWER, CLIENTS = 16384, 32, 16
 pytestmark = [
     pytest.mark.slow,
@@ -83,7 +84,7 @@ def test_equal_answers_here_and_behind_every_server(tmp_path):
     folder = exported(TRAINED, tmp_path / "native", "--gguf", "--context", "1024")
     asked = partial(answered_passkeys, folder, 512, 20)
     records = {"here": asked(tmp_path / "here.json")}
-    with serving(folder, tmp_path / "log", "--max-num-seqs", 8) as address:
+    with serving(folder, tmp_path / "log", "--max-num-seqs", 8, *OVERRIDES) as address:
         records["vLLM"] = asked(tmp_path / "vllm.json", address)
     with commands.serving(folder, tmp_path / "coca") as (address, _):
         records["coca serve"] = asked(tmp_path / "coca.json", address)
@@ -98,9 +99,10 @@ def test_equal_answers_here_and_behind_every_server(tmp_path):
 @pytest.mark.skipif(not TRAINED.is_dir(), reason="needs coca train recipes/native-1m.yaml")
 def test_the_trained_model_finds_passkeys_64_times_farther(tmp_path):
     folder = exported(TRAINED, tmp_path / "native", "--context", str(CONTEXT))
-    with serving(folder, tmp_path / "log", "--max-num-seqs", 8) as address:
+    assert OVERRIDES[1] in (folder / "README.md").read_text()
+    with serving(folder, tmp_path / "log", "--max-num-seqs", 8, *OVERRIDES) as address:
         length = CONTEXT - ANSWER - 2
         records = answered_passkeys(folder, length, 20, tmp_path / "found.json", address)
     log = (tmp_path / "log").read_text()
-    assert "GraniteSWAForCausalLM" in log and "Transformers modeling backend" not in log
+    assert "Cohere2ForCausalLM" in log and "Transformers modeling backend" not in log
     assert sum(each["hit"] for each in records) >= 19

@@ -1,6 +1,7 @@
 """Recipes: the committed ones, overrides, what is rejected, and the model that each configures."""
 
 import re
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from coca_attention.ops import FORMS
 from coca_lab import recipe_sections
 from coca_lab.recipe import DataRecipe, ModelRecipe, Recipe
 from coca_lab.recipe_sections import TrainingRecipe
+from coca_lab.studies import load_study
 from coca_lab.training import as_yaml, load_recipe
 from coca_lab.training.model import _load_start, model_config
 from coca_lab.training.settings import learning_rate_share, training_arguments
@@ -30,6 +32,17 @@ def test_every_committed_recipe_loads():
         recipe = load_recipe(path)
         for stage in recipe.run_stages:
             training_arguments(recipe, stage, Path("unused"))
+
+
+def test_the_recommended_recipe_is_the_one_that_the_study_ran(tmp_path):
+    """`results/retrieval` says how often it learns: of nothing else."""
+    trials = load_study("retrieval").trials(tmp_path)
+    (ran,) = [x.recipe for x in trials if (x.name, x.seed) == ("cohere 8 x 4000", 0)]
+    written = {"save_every", "keep_checkpoints", "report_to"}
+    recipe = load_recipe(RECIPES / "native-1m.yaml")
+    kept = {name: value for name, value in asdict(recipe.training).items() if name in written}
+    ran = ran.changed("training", **kept)
+    assert asdict(recipe) == asdict(ran)
 
 
 def test_the_papers_llama_recipes_say_what_the_paper_says():
