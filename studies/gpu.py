@@ -44,7 +44,10 @@ DRY = {
     "far": "--longest 2048 --device cpu --count 1 --lengths 1024,2048 --tasks niah_single_1 "
     "--methods base,rerope",
     "retrieval": f"{STEPS} --workers 2 --passkey.lengths 256 --perplexity.max-documents 1",
-    "pretrained": f"{STEPS} --workers 2 --passkey.lengths 256 --perplexity.max-documents 1",
+    # Stages have steps of their own: shorter blocks.
+    "pretrained": f"{STEPS} --data.block-length 128 --workers 2 --passkey.lengths 256 "
+    "--perplexity.max-documents 1 --perplexity.windows 128,256 --perplexity.max-tokens 257 "
+    "--perplexity.stride 128",
     "paper": f"{STEPS} --validation.batches 1 --training.global-batch-size 1 --workers 2 "
     "--training.micro-batch-size 1 --model.num-layers 3 --model.hidden-size 192 "
     "--passkey.lengths 512 --perplexity.max-documents 1 --perplexity.windows 512,1024",

@@ -6,7 +6,8 @@ import subprocess
 
 import pytest
 
-from conftest import tiny_model
+from conftest import VOCABULARY, some_text, tiny_model
+from families import vanilla
 from studies.gpu import main
 
 
@@ -43,3 +44,22 @@ def test_a_quarter_ends_in_time_with_what_is_finished(quarter, tmp_path):
     results = json.loads(next(tmp_path.glob("*/results.json")).read_text())
     assert results["training"] and not results["failures"]
     assert subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True).returncode == 1
+
+
+@pytest.mark.slow
+def test_a_pretrained_model_is_converted_in_every_way(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = vanilla(
+        "Llama", num_hidden_layers=3, vocab_size=VOCABULARY, max_position_embeddings=2048
+    )
+    model.save_pretrained("smollm2")
+    tokenizer.save_pretrained("smollm2")
+    texts = (json.dumps({"text": some_text(9000, seed=n)}) + "\n" for n in range(40))
+    (tmp_path / "books.jsonl").write_text("".join(texts))
+    words = ["pretrained", "--books", "books.jsonl", "--output", "out", "--dry-run"]
+    assert main([*words, "--minutes", "9"]) == 0, (tmp_path / "out/log-0.txt").read_text()[-2000:]
+    results = json.loads((tmp_path / "out/pretrained/results.json").read_text())
+    assert not results["failures"]
+    models = {cell["model"] for cell in results["results"] if cell["task"] == "passkey"}
+    converted = {"strict, teacher", "strict, three stages", "roles, converted", "roles"}
+    assert models == {"base", "fine-tuned"} | converted
