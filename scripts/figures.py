@@ -24,13 +24,12 @@ from coca_lab.report.page import page_sections, tasks_and_runs
 from coca_lab.report.results import parsed
 
 ROOT = Path(__file__).parents[1]
+README_RESULTS = "results/retrieval"
 NAMES = {
-    "Roles, rotary": "layers with roles",
-    "ALiBi": "ALiBi",
-    "CoCA-Strict": "CoCA (strict)",
-    "RoFormer": "RoPE",
+    ("cohere 8 x 4000", "fold"): "layers with roles",
+    ("cohere rope 8 x 4000", "none"): "RoPE in the same body",
 }
-"""The models in README's picture, the recommended one first, and their names there."""
+"""The models in README's picture with their scaling, the recommended one first, and their names."""
 PAGES: dict[str, tuple[list[int], str]] = {
     "verdict": (
         [0],
@@ -68,13 +67,14 @@ Titled = tuple[str, LineChart]
 
 def readme_charts() -> list[Titled]:
     """README's two charts with their findings."""
-    tasks, _ = tasks_and_runs(parsed(read_results([ROOT / "results/long-context/results.json"])))
+    tasks, _ = tasks_and_runs(parsed(read_results([ROOT / README_RESULTS])))
     made = []
     for (task, title), figure in zip(TITLES.items(), (PERPLEXITY, PASSKEYS), strict=True):
         (cells,) = tasks[task]
-        chosen = [cell for cell in cells if cell.scaling == "none" and cell.model in NAMES]
+        chosen = [cell for cell in cells if (cell.model, cell.scaling) in NAMES]
         means = frame_of(chosen)
-        means["line"] = means["colour"] = means["line"].map(NAMES)
+        names = [NAMES[place] for place in zip(means["model"], means["scaling"], strict=True)]
+        means = means.assign(line=names, colour=names, dash="")
         far, (best, *_) = means["x"].max(), NAMES.values()
         last = means[means["x"] == far].set_index("line")["y"]
         worst = last.idxmin() if figure.top else last.idxmax()
