@@ -1,5 +1,6 @@
 """Shared fixtures: a tiny tokenizer and tiny models, created offline."""
 
+import gc
 import os
 import shutil
 import tempfile
@@ -32,6 +33,12 @@ else:
     hypothesis.settings.load_profile("project")
 
 CACHE = os.environ["XDG_CACHE_HOME"]
+
+
+def pytest_collection_finish():
+    # What is imported stays: the collections after every training need not walk through it.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure():
@@ -126,6 +133,13 @@ def staged(base, text_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("staged")
     path = runs.write_recipe(base, text_folder, folder / "recipe.yaml", runs.PAPER)
     return path, train(load_recipe(path), folder / "run")
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pages without their pictures, which take most of the time."""
+    monkeypatch.setattr("coca_lab.report.drawing.specification", lambda *_: {})
+    monkeypatch.setattr("coca_lab.report.drawing.static_svg", lambda *_: "<svg></svg>")
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,16 @@ def covering(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     return [tuple(axis[k] for axis, k in zip(values, case, strict=True)) for case in chosen]
 
 
+def pairs_slow(*axes: Iterable[Any]) -> list[Any]:
+    """Those of `covering`, of which the ones that bring no value for the first time are slow."""
+    cases, default, seen = covering(*axes), [], set()
+    for case in cases:
+        if not seen.issuperset(enumerate(case)):
+            default.append(case)
+            seen.update(enumerate(case))
+    return mostly_slow(cases, default)
+
+
 def mostly_slow(cases: Iterable[Any], default: Iterable[Any]) -> list[Any]:
     """Cases for `pytest.mark.parametrize`, of which those beside the default ones are slow."""
     default, slow = list(default), pytest.mark.slow

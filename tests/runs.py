@@ -5,6 +5,7 @@ them, and copy the folder to change it.
 """
 
 import shutil
+from pathlib import Path
 
 import torch
 import yaml
@@ -81,6 +82,16 @@ class AtStep(TrainerCallback):
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         if state.global_step == self.step - 1 and self.begin:
             self.call(model)
+
+
+class Record(TrainerCallback):
+    """The steps that a run takes, with the name of its folder."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.steps.append((Path(args.output_dir).parent.name, state.global_step))
 
 
 def unfinished(run, output, last=8):

@@ -1,11 +1,8 @@
 """Benchmarks: wrong results are not timed, ratios are within a round, memory is that of a run."""
 
 import json
-import os
 import re
 import time
-from concurrent.futures.process import BrokenProcessPool
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,7 +11,7 @@ import torch
 
 from benchmarks import cases, compare, gpu_check
 from benchmarks.__main__ import main, measure, parser
-from benchmarks.timing import Variant, interleaved, isolated
+from benchmarks.timing import Variant, interleaved
 from coca_attention import ops
 from coca_attention.errors import UserError
 from coca_attention.ops import FORMS
@@ -113,18 +110,6 @@ def test_times_and_ratios_of_a_round():
 @pytest.mark.parametrize("limits", ["--rounds 100 --seconds 0", "--rounds 1"])
 def test_three_rounds_always_run(limits):
     assert interleaved([Variant("a", lambda: 1.0)], settings(limits))["a"]["rounds"] == 3
-
-
-def test_a_variant_in_a_process_of_its_own():
-    """Of functions that it imports fast: this module's own would take it seconds."""
-    wait = partial(time.sleep, 0.05)
-    variant = isolated(Variant, "far", wait, 0.5, {"number": 3.0})
-    assert (variant.name, variant.error, variant.facts) == ("far", 0.5, {"number": 3.0})
-    assert 0.05 <= variant.run() < 5
-    with pytest.raises(TypeError, match="Expected 4 arguments, got 0"):
-        isolated(Variant._make, [])
-    with pytest.raises(BrokenProcessPool):
-        isolated(os._exit, 7)
 
 
 @pytest.mark.slow

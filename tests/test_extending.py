@@ -135,6 +135,7 @@ def test_the_family_is_converted_saved_and_loaded(tmp_path):
     assert type(assert_reloads(model, tmp_path)).__name__ == "CoCACwmForCausalLM"
 
 
+@pytest.mark.slow
 def test_processes_of_a_command_know_what_was_added(extensions, monkeypatch):
     """Those of a study."""
     monkeypatch.setenv("PYTHONPATH", str(extensions), prepend=os.pathsep)

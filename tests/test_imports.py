@@ -128,47 +128,37 @@ def test_every_part_has_its_row():
     assert {name for package, name in parts if package == "coca_lab"} == set(LABORATORY)
 
 
-def run(program: str) -> str:
-    words = [sys.executable, "-W", "error::UserWarning", "-c", program]
-    ended = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert ended.stderr == ""
-    return ended.stdout
-
-
 def test_importing_is_quiet_loads_no_optional_part_and_registers_the_models():
-    """And so is the table of families, from which recipes choose."""
+    """Operators without Transformers, the table of families, and commands that draw nothing, too.
+
+    All in one process, since each import takes seconds.
+    """
     optional = [
         "coca_lab", "datasets", "pyarrow", "altair", "peft", "tensorboard",
         "coca_attention.ops.kernels.maps",
     ]  # fmt: skip
     types = ["coca_llama", "coca_gpt_neox", "alibi_gpt_neox"]
     names = ["CoCALlamaForCausalLM", "CoCAQwen2Model", "CoCAPhi3Config", "AlibiGPTNeoXForCausalLM"]
-    program = (
-        "import coca_attention, sys; print('transformers' in sys.modules); "
-        f"import coca_attention.models; print([m for m in {optional} if m in sys.modules]); "
-        "import transformers; from transformers import AutoConfig; "
-        f"print([AutoConfig.for_model(m).model_type for m in {types}]); "
-        f"print([getattr(transformers, n).__name__ for n in {names}]); "
-        "from coca_attention.models.families import decoders; assert 'arcee' in decoders()"
-    )
-    assert run(program) == f"False\n[]\n{types}\n{names}\n"
-
-
-def test_commands_that_draw_nothing_start_without_altair():
-    """It took half a second of every ``coca eval``."""
-    program = (
-        "import coca_lab.cli.evaluation, sys; print({'altair', 'vl_convert'} & {*sys.modules})"
-    )
-    assert run(program) == "set()\n"
-
-
-def test_operators_work_where_transformers_is_missing():
-    program = (
-        "import sys; sys.modules['transformers'] = None\n"
-        "import coca_attention, torch\n"
-        "print(coca_attention.CoCAAttention(16, 2)(torch.zeros(1, 3, 16)).shape)\n"
-    )
-    assert run(program) == "torch.Size([1, 3, 16])\n"
+    program = f"""
+import sys
+sys.modules["transformers"] = None
+import coca_attention, torch
+print(coca_attention.CoCAAttention(16, 2)(torch.zeros(1, 3, 16)).shape)
+del sys.modules["transformers"]
+import coca_attention.models
+print([name for name in {optional} if name in sys.modules])
+import transformers
+print([transformers.AutoConfig.for_model(name).model_type for name in {types}])
+print([getattr(transformers, name).__name__ for name in {names}])
+from coca_attention.models.families import decoders
+assert "arcee" in decoders()
+import coca_lab.cli.evaluation
+print({{"altair", "vl_convert"}} & {{*sys.modules}})
+"""
+    words = [sys.executable, "-W", "error::UserWarning", "-c", program]
+    ended = subprocess.run(words, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout == f"torch.Size([1, 3, 16])\n[]\n{types}\n{names}\nset()\n"
 
 
 def test_unknown_names_are_refused():

@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ REPORTED = ("coca-attention", "torch", "transformers", "tokenizers", "accelerate
 
 def describe_environment() -> dict[str, Any]:
     """Versions, processor, threads, GPUs and command line, as JSON values."""
-    installed: dict[str, str] = {}
-    for each in distributions():  # the first of a name is the one that is imported
-        installed.setdefault(each.name, each.version)
-    versions = {name: installed[name] for name in REPORTED if name in installed}
+    versions = {}
+    for name in REPORTED:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
     return {
         "versions": {"python": platform.python_version(), **versions},
         "system": f"{platform.system()} {platform.machine()}",

@@ -147,26 +147,6 @@ def test_jobs_go_on_with_what_follows_and_share_what_they_ask_for(make):
         assert order == [*"ababbc"]
 
 
-def test_killed_at_any_moment_the_next_start_continues(tmp_path):
-    path, asked = tmp_path / "values.sqlite", []
-
-    def work(numbers):
-        if numbers == [5] and os.getpid() != parent:
-            os.kill(os.getpid(), signal.SIGKILL)
-        asked.append(numbers[0])
-        return numbers
-
-    parent, items = os.getpid(), [Item([n], work, [n]) for n in range(9)]
-    child = os.fork()
-    if child == 0:
-        Engine(Store(path)).run(items)
-        os._exit(1)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    with Store(path) as store:
-        Engine(store).run(items)
-    assert asked == [5, 6, 7, 8]
-
-
 def test_a_missing_ray_names_the_extra(monkeypatch):
     monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"\[ray\]"):
@@ -179,6 +159,7 @@ def test_an_address_without_a_cluster_is_one_line():
         RayEngine(address="127.0.0.1:9")
 
 
+@pytest.mark.slow
 def test_on_ray_values_are_the_same_and_a_killer_is_named(ray, tmp_path):
     """An item that kills its process three times has failed; one that does so once has not."""
     count = tmp_path / "count"
@@ -203,6 +184,7 @@ def test_on_ray_values_are_the_same_and_a_killer_is_named(ray, tmp_path):
     assert times == [1, 3, 1, 2, 1, 1, 1, 1]
 
 
+@pytest.mark.slow
 def test_what_ray_does_not_have_is_one_line(ray):
     with pytest.raises(UserError, match="an item needs 9 CPUs and Ray has 2"):
         RayEngine(num_cpus=9)

@@ -53,6 +53,7 @@ def test_folder_computes_the_same_by_transformers_own_class(folder, tmp_path):
     assert difference(logits(theirs, ids), logits(ours, ids)) > 1e-2
 
 
+@pytest.mark.slow
 def test_folder_needs_transformers_alone(tmp_path):
     """In a process in which this package cannot be imported."""
     roles().save_pretrained(tmp_path / "model")

@@ -11,7 +11,7 @@ from coca_attention import convert
 from coca_attention.models.configuration import GLOBAL, LOCAL
 from coca_attention.models.layer_pass import halve_static_keys
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
-from covering import covering
+from covering import mostly_slow, pairs_slow
 from families import VARIED, WINDOWED, assert_reads_the_same, vanilla
 
 ROUND_OFF = 1e-12  # float64, relative to the largest logit
@@ -42,7 +42,8 @@ CACHES = {
 KINDS = ["full", "half"]
 # Pieces of layers in every kind of family, the others in one each.
 FAMILIES = [(piece, family) for piece in ("max_distance", "roles") for family in VARIED]
-FAMILIES += [(piece, VARIED[i % 4]) for i, piece in enumerate(PIECES) if i < len(PIECES) - 2]
+ONCE = [(piece, VARIED[i % 4]) for i, piece in enumerate(PIECES)]
+FAMILIES += ONCE[:-2]
 
 
 def model_with(piece: str, cache: str, kind: str, family: str = "Qwen2"):
@@ -58,7 +59,7 @@ def model_with(piece: str, cache: str, kind: str, family: str = "Qwen2"):
     return convert(model, form, kv_cache=kind, **settings).double().eval()
 
 
-@pytest.mark.parametrize(("piece", "cache", "kind"), covering(PIECES, CACHES, KINDS))
+@pytest.mark.parametrize(("piece", "cache", "kind"), pairs_slow(PIECES, CACHES, KINDS))
 def test_cell(piece, cache, kind, monkeypatch):
     """Read in pieces, the logits are those of one pass; or an error says what to do."""
     model = model_with(piece, cache, kind)
@@ -88,7 +89,7 @@ def test_cell(piece, cache, kind, monkeypatch):
         assert (width == 8) is (kind == "full" or piece == "all pairs free")
 
 
-@pytest.mark.parametrize(("piece", "family"), FAMILIES)
+@pytest.mark.parametrize(("piece", "family"), mostly_slow(FAMILIES, ONCE))
 def test_every_way_of_reading_gives_the_same(piece, family):
     """One pass, caches, padding and generation, with fused and eager attention; and it matters."""
     kind, form = KINDS[FAMILIES.index((piece, family)) // 2 % 2], PIECES[piece][0]

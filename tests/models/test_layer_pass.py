@@ -9,6 +9,7 @@ from coca_attention import convert
 from coca_attention.models import Roles
 from coca_attention.ops import attention
 from coca_attention.testing import difference, logits, some_tokens
+from covering import mostly_slow
 from families import VARIED, assert_compiles_and_trains, read_in_pieces, vanilla
 from operands import Largest
 
@@ -53,7 +54,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "family", "case"), CASES)
+@pytest.mark.parametrize(("kind", "family", "case"), mostly_slow(CASES, [CASES[0], *CASES[5:]]))
 def test_no_tensor_has_an_element_for_every_pair_of_tokens(kind, family, case):
     model = model_of(kind, family).float()
     ids = some_tokens(model, batch=2, length=2048)
@@ -92,7 +93,7 @@ def test_padded_prompts_are_read_in_pieces(kind, family):
 
 @pytest.mark.parametrize(
     ("kind", "family"),
-    [("limited", "GPT-NeoX"), pytest.param("roles", "GLM-4", marks=pytest.mark.slow)],
+    mostly_slow([("limited", "GPT-NeoX"), ("roles", "GLM-4")], [("limited", "GPT-NeoX")]),
 )
 def test_one_graph_without_breaks_and_training(kind, family):
     assert_compiles_and_trains(model_of(kind, family).float())

@@ -19,6 +19,7 @@ from coca_attention.models.configuration import (
 from coca_attention.ops import coca_attention
 from coca_attention.testing import difference, logits, some_tokens
 from commands import run
+from covering import mostly_slow
 from families import FAMILIES, VARIED, assert_reads_the_same, attentions, reloaded, vanilla
 from public_models import CASES
 
@@ -30,7 +31,7 @@ def limited(family, form="rope", **changes):
     return convert(vanilla(family), form, **changes).double().eval()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, [*VARIED, "Gemma 3"]))
 def test_nothing_changes_within_the_training_length(family, tmp_path):
     model = vanilla(family).double().eval()
     ids = some_tokens(model, length=64)

@@ -1,5 +1,7 @@
 """Models and layers with linear attention: the state, padding, and what is refused."""
 
+from itertools import product
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, StaticCache
@@ -48,8 +50,13 @@ def test_generation_with_a_state_is_generation_without(config_class, tmp_path):
     assert torch.equal(logits(reloaded(model, tmp_path), prompt), logits(model, prompt))
 
 
-@pytest.mark.parametrize("config_class", UNTYPED, ids=lambda config: config.__name__)
-@pytest.mark.parametrize("kind", ["growing", "static"])
+@pytest.mark.parametrize(
+    ("config_class", "kind"),
+    mostly_slow(
+        product(CONFIGS, ["growing", "static"]),
+        [(CoCALlamaConfig, "growing"), (GLM.config, "static")],
+    ),
+)
 def test_generation_continues_a_cache(config_class, kind):
     """From an empty cache and from one of the beginning of the text, padded on the left too."""
     model, prompt = make(config_class)

@@ -222,7 +222,7 @@ def test_prefix_tuning_requires_a_full_cache():
 
 
 @pytest.mark.skipif(CACHE != "cache", reason="Transformers below 5.24 refuses most of them")
-@pytest.mark.parametrize("name", mostly_slow(MODELS, ["strict", "roles with a decay", "limited"]))
+@pytest.mark.parametrize("name", mostly_slow(MODELS, ["strict", "limited"]))
 def test_continuous_batching_gives_the_answers_of_single_prompts(name):
     model = made(name)
     model.set_attn_implementation(("sdpa", "eager")[list(MODELS).index(name) // 2 % 2])

@@ -73,11 +73,9 @@ def check_converted(case, folder, capsys):
 
 
 def assert_saved(model, folder, ids):
-    """Saved and loaded, it has all of its tensors, and computes and generates the same."""
+    """Saved and loaded, it has all of its tensors, and computes the same."""
     model.save_pretrained(folder)
-    again = loaded(folder)
-    assert torch.equal(logits(again, ids), logits(model, ids))
-    assert torch.equal(greedy(again, ids[:, :2]), greedy(model, ids[:, :2]))
+    assert torch.equal(logits(loaded(folder), ids), logits(model, ids))
 
 
 def check_command(case, folder, ids, expected, capsys):

@@ -86,7 +86,7 @@ def test_agrees_with_whole_keys(
     ("by_kernel", "free", "heads", "masked", "dtype", "tolerance"),
     [
         pytest.param(True, 0, (4, 4), False, torch.float32, 1e-5, marks=pytest.mark.slow),
-        (True, 5, (4, 4), True, torch.bfloat16, 2**-6),
+        pytest.param(True, 5, (4, 4), True, torch.bfloat16, 2**-6, marks=pytest.mark.slow),
         pytest.param(True, 5, (20, 1), True, torch.float32, 1e-5, marks=pytest.mark.slow),
         (True, 12, (4, 2), True, torch.float16, 4e-3),
         (False, 0, (4, 4), False, torch.bfloat16, 2**-6),

@@ -12,7 +12,7 @@ import torch
 import operands
 from coca_attention.ops import FORMS, Rotation, kernels, key_map, query_map
 from coca_attention.ops.forms import Pairing
-from covering import covering, mostly_slow
+from covering import pairs_slow
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -45,7 +45,7 @@ LAYOUTS = {
 }
 
 
-CASES = covering(
+CASES = pairs_slow(
     FORMS,
     [(16, 16, False, 0), (16, 16, False, 8), (12, 12, True, 2), (12, 4, False, 0),
      (12, 4, True, 0)],
@@ -55,9 +55,7 @@ CASES = covering(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("form", "pairs", "layout", "dtype", "places"), mostly_slow(CASES, CASES[:7]), ids=str
-)
+@pytest.mark.parametrize(("form", "pairs", "layout", "dtype", "places"), CASES, ids=str)
 def test_maps(monkeypatch, form, pairs, layout, dtype, places):
     width, span, interleaved, free = pairs
     q = LAYOUTS[layout](tensor(2, 3, 5, width, dtype=dtype))

@@ -8,7 +8,7 @@ its own. To add one, see docs/extending.md.
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import transformers
@@ -308,15 +308,17 @@ def family_of(model: object) -> Family:
 
 def decoders() -> dict[str, Family]:
     """The decoders with one set of rotary parameters for all layers, by their ``model_type``."""
+    found = {family.vanilla.config_class.model_type: family for family in FAMILIES}
+    return {kind: family for kind, family in found.items() if _is_plain_decoder(family)}
+
+
+@cache
+def _is_plain_decoder(family: Family) -> bool:
     # Some families' default tokens lie outside of their default vocabulary, which is warned of.
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
-    found = {}
-    for family in FAMILIES:
-        config = family.vanilla.config_class(**tokens)
-        one_set = rope_parameters(config) is config.rope_parameters
-        if one_set and issubclass(family.causal_lm, CollinearForCausalLM):
-            found[config.model_type] = family
-    return found
+    config = family.vanilla.config_class(**tokens)
+    one_set = rope_parameters(config) is config.rope_parameters
+    return one_set and issubclass(family.causal_lm, CollinearForCausalLM)
 
 
 def supported_families(model: object) -> str:

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import oracle
 from coca_attention.ops import Rotation
 from coca_attention.ops.positions import join_pairs
 from coca_lab.analysis.angles import (
@@ -51,22 +50,6 @@ def test_angles_of_known_vectors_in_every_quadrant(interleaved, key_degrees):
     # Counterclockwise from key to query; the other way round it is 2π minus this angle.
     other = torch.remainder(-wanted, TURN)
     torch.testing.assert_close(initial_angles(k, q), other, atol=1e-12, rtol=0)
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_angles_give_the_scores_of_the_oracle(interleaved):
-    generator = torch.Generator().manual_seed(0)
-    query, key = torch.randn(2, 5, 8, generator=generator, dtype=torch.float64)
-    queries, keys = torch.arange(20, 25), torch.arange(5)
-    q, k = (complex_pairs(x, 8, interleaved) for x in (query, key))
-    q, k, theta = q.unsqueeze(1), k.unsqueeze(0), Rotation(8).frequencies()
-    distance = queries.unsqueeze(1) - keys
-    pairs = (oracle.pairs_of(x, interleaved) for x in (query, key))
-    expected = oracle.rope_scores(*pairs, queries, keys, theta)
-    turned = initial_angles(q, k) + distance.unsqueeze(-1) * theta
-    torch.testing.assert_close((q.abs() * k.abs() * turned.cos()).sum(-1), expected)  # Eq. 3
-    found = rotary_scores((q * k.conj()).flatten(0, 1), distance.flatten(), theta)
-    torch.testing.assert_close(found, expected.flatten())
 
 
 def test_round_off_does_not_make_a_collinear_key_a_full_turn():

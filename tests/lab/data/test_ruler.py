@@ -4,6 +4,7 @@ import json
 import re
 import string
 from collections import Counter
+from itertools import cycle, product
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from coca_lab.data.ruler import (
 from coca_lab.evaluation import Model, RotaryScaling, evaluate
 from coca_lab.evaluation.retrieval import RULER_TASK, RulerSettings
 from conftest import tiny_model
+from covering import mostly_slow
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -97,8 +99,10 @@ def tokenizers(texts):
     }
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("task", RULER_TASKS)
+@pytest.mark.parametrize(
+    ("task", "name"),
+    mostly_slow(product(RULER_TASKS, NAMES), zip(RULER_TASKS, cycle(NAMES), strict=False)),
+)
 def test_prompts_have_exactly_the_length_asked_for(tokenizers, filler, task, name):
     tokenizer, chat = tokenizers[name], name.endswith("chat")
     least = 8000 if name == "bytes" else 2500
@@ -133,15 +137,19 @@ def solved(task: str, prompt: str) -> list[str]:
     return [word for word, _ in counts.most_common(3)]
 
 
-@pytest.mark.parametrize("task", RULER_TASKS)
-def test_what_is_expected_can_be_read_and_nothing_else_is_as_right(tokenizers, filler, task):
-    for length in (2500, 4500):
-        prompts = ask_for_ruler(tokenizers["byte-level"], task, length, range(4), filler=filler)
-        for prompt in prompts:
-            assert sorted(solved(task, prompt.text)) == sorted(prompt.facts["expected"])
-            assert string_match(" ".join(solved(task, prompt.text)), prompt.facts["expected"]) == 1
-        first, *others = [prompt.facts["expected"] for prompt in prompts]
-        assert all(string_match(" ".join(other), first) < 0.4 for other in others)
+@pytest.mark.parametrize(
+    ("task", "length"),
+    mostly_slow(product(RULER_TASKS, [2500, 4500]), product(RULER_TASKS, [2500])),
+)
+def test_what_is_expected_can_be_read_and_nothing_else_is_as_right(
+    tokenizers, filler, task, length
+):
+    prompts = ask_for_ruler(tokenizers["byte-level"], task, length, range(4), filler=filler)
+    for prompt in prompts:
+        assert sorted(solved(task, prompt.text)) == sorted(prompt.facts["expected"])
+        assert string_match(" ".join(solved(task, prompt.text)), prompt.facts["expected"]) == 1
+    first, *others = [prompt.facts["expected"] for prompt in prompts]
+    assert all(string_match(" ".join(other), first) < 0.4 for other in others)
 
 
 def goldens(tokenizer) -> str:
@@ -169,7 +177,7 @@ def test_a_score_is_the_share_of_the_expected_strings_in_an_answer():
     assert string_match("", ["1234567"]) == 0
 
 
-@pytest.mark.parametrize("task", RULER_TASKS)
+@pytest.mark.parametrize("task", mostly_slow(RULER_TASKS, ["niah_multivalue", "vt", "fwe"]))
 def test_prompts_depend_on_seed_length_and_index_alone(tokenizers, filler, task):
     def ask(length=2600, indices=(5,), **changes):
         return ask_for_ruler(tokenizers["byte-level"], task, length, indices, **changes)[-1]
@@ -206,7 +214,9 @@ class Reader(LlamaForCausalLM):
         return CausalLMOutputWithPast(logits=logits)
 
 
-@pytest.mark.parametrize(("guesses", "score"), [(False, 1.0), (True, 0.0)])
+@pytest.mark.parametrize(
+    ("guesses", "score"), mostly_slow([(False, 1.0), (True, 0.0)], [(False, 1.0)])
+)
 def test_a_reader_has_every_point_and_a_guess_none(tokenizers, text_folder, guesses, score):
     torch.manual_seed(0)
     tokenizer = tokenizers["byte-level"]

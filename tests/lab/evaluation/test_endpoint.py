@@ -15,9 +15,7 @@ from coca_lab.data.ruler import ask_for_ruler
 from coca_lab.data.tasks import Prompt, ask_for_passkeys
 from coca_lab.evaluation import endpoint as module
 from coca_lab.evaluation.endpoint import Endpoint, as_sent
-from coca_lab.export.llama_cpp import serve
 from commands import run, serving
-from natives import exported, roles, saved
 
 
 def completion(text=" 12345", **usage):
@@ -46,7 +44,7 @@ def server(*said):
             pass
 
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=http.serve_forever)
+    thread = threading.Thread(target=http.serve_forever, args=[0.01])
     thread.start()
     try:
         yield f"http://127.0.0.1:{http.server_address[1]}/v1", read
@@ -193,17 +191,3 @@ def test_coca_serve_answers_as_the_model_does_here(capsys, model_folder, tmp_pat
     with serving(model_folder, tmp_path / "log", "--context", "2048") as (url, _):
         at = ["--endpoint", f"{url}/v1", "--model", str(model_folder), "--requests", "2"]
         assert_answers_alike(capsys, task, at, tmp_path)
-
-
-@pytest.mark.slow
-def test_llama_cpp_answers_as_transformers_does(capsys, tmp_path):
-    pytest.importorskip("gguf")
-    pytest.importorskip("xllamacpp", reason="llama.cpp as its authors publish it")
-    source = saved(roles(), tmp_path / "model")
-    native = exported(source, tmp_path / "native", "--context", "512", "--gguf")
-    server = serve(next(native.glob("*.gguf")), 512)
-    task = ["passkey", native, "--samples", "6", "--max-new-tokens", "12", "--lengths"]
-    at = ["--endpoint", f"{server.listening_address}/v1", "--model", "any", "--requests", "3"]
-    assert_answers_alike(capsys, [*task, "350"], at, tmp_path)
-    code, _, err = run(capsys, "eval", *task, "600", *at)
-    assert code == 2 and "status 400" in err and "exceed" in err

@@ -8,8 +8,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from coca_lab.arguments import checked
@@ -17,8 +15,6 @@ from coca_lab.data import Document, train_tokenizer
 from coca_lab.data.blocks import TaskBlocks
 from coca_lab.data.tasks import (
     FILLER,
-    KEY_LINE,
-    PASSKEY_INTRODUCTION,
     PASSKEY_QUESTION,
     ask_for_passkeys,
     encoder,
@@ -32,6 +28,7 @@ from coca_lab.data.text import END_OF_TEXT
 from coca_lab.evaluation import Model, RotaryScaling, evaluate
 from coca_lab.evaluation.retrieval import PASSKEY_TASK, RULER_TASK, PasskeySettings
 from coca_lab.recipe import Recipe
+from coca_lab.studies import load_study, run_study
 from coca_lab.training.retrieval import load_retrieval
 from commands import run
 from conftest import tiny_model
@@ -42,36 +39,6 @@ def words():
     """A tokenizer trained on the words of the tasks, one token per digit."""
     texts = [Document("a", FILLER * 20), Document("b", vocabulary_text())]
     return train_tokenizer(texts, 900, split_digits=True)
-
-
-@given(
-    sizes=st.lists(st.integers(1, 30), min_size=4, max_size=4),
-    before=st.integers(0, 9),
-    length=st.integers(0, 400),
-    depth=st.floats(0, 1),
-)
-@settings(max_examples=200)
-def test_every_length_is_hit_exactly_and_the_key_is_whole(sizes, before, length, depth):
-    def encode(text):
-        part = [PASSKEY_INTRODUCTION, KEY_LINE.format(key=1), PASSKEY_QUESTION, FILLER].index(text)
-        return [100 * part + i for i in range(sizes[part])]
-
-    parts = [list(range(100 * part, 100 * part + size)) for part, size in enumerate(sizes)]
-    introduction, line, question, one = parts
-    needed = before + len(introduction) + len(line) + len(question)
-    if length < needed:
-        with pytest.raises(ValueError, match=f"at least {needed}"):
-            passkey_text(encode, 1, length, depth, before=[-1] * before)
-        return
-    text = passkey_text(encode, 1, length, depth, before=[-1] * before)
-    assert len(text.ids) == length
-    assert text.ids[: before + len(introduction)] == [-1] * before + introduction
-    assert text.ids[length - len(question) :] == question
-    end = length - text.facts["distance"]
-    assert text.ids[end - len(line) : end] == line and 0 <= text.facts["depth"] <= 1
-    repeats, left = divmod(length - needed, len(one))
-    rest = [i for i in text.ids if i >= 300]
-    assert rest == one[len(one) - left :] + one * repeats
 
 
 @pytest.mark.parametrize("length", [120, 128, 131, 256, 1000])
@@ -287,5 +254,12 @@ def test_recall_is_measured_by_length_and_pairs(capsys, model_folder, tmp_path):
         assert cell["accuracy"] == cell["right"] / cell["asked"]
     assert said.count("share of questions answered at") == 2 and "tiny" in said
     assert "8 pairs" in said
+    # The same as a section of a study.
+    section = "recall: {lengths: [20, 40], pairs: [4, 8], samples: 3}"
+    (tmp_path / "study.yaml").write_text(f"models: {{tiny: {model_folder}}}\n{section}")
+    results = run_study(load_study(tmp_path / "study.yaml"), tmp_path / "study")
+    for cell, same in zip(json.loads(results.read_text())["results"], cells, strict=True):
+        assert cell | same | {"seconds": cell["seconds"]} == cell
+    assert "questions answered" in (tmp_path / "study" / "report.html").read_text()
     code, _, error = run(capsys, *words, "--lengths=15,40", "--pairs=4,8")
     assert code == 2 and "texts of 15 tokens have no room for 4 pairs, which take 16" in error

@@ -220,8 +220,7 @@ def test_paired_figures_by_hand():
     assert 1.1 < low < ratio < high < 1.13
 
 
-def test_all_tables_of_the_paper_are_shown_beside_others_if_asked_for(monkeypatch):
-    monkeypatch.setattr("coca_lab.report.drawing.static_svg", lambda *_: "<svg></svg>")
+def test_all_tables_of_the_paper_are_shown_beside_others_if_asked_for(undrawn):
     content = [{"results": PROMPTS}]
     assert "Paper’s" not in build_report(content)
     page = build_report(content, paper=True)

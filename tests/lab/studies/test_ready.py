@@ -16,6 +16,8 @@ from coca_lab.store import Store
 from coca_lab.studies import load_study, run_study
 from conftest import tiny_model
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 STUDY = """
 models:
   RoFormer: {rope}

@@ -26,6 +26,8 @@ from coca_lab.studies import trial as module
 from coca_lab.training import load_recipe
 from runs import OPTIONS, changed, weights
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 STUDY = {
     "title": "Small",
     "options": {name: x for name, x in OPTIONS.items() if not name.startswith("validation.")}

@@ -4,20 +4,18 @@ import errno
 import logging
 import math
 import os
-import random
 import re
 import resource
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, TrainerCallback, modeling_utils
+from transformers import AutoModelForCausalLM, modeling_utils
 
 from coca_attention.errors import UserError
 from coca_lab.training import (
@@ -34,17 +32,7 @@ from coca_lab.training.checkpoints import UNFINISHED
 from commands import run
 from conftest import some_text
 from covering import mostly_slow
-from runs import TEACHER, AtStep, assert_the_same, recipe, unfinished, write_recipe
-
-
-class Record(TrainerCallback):
-    """The steps that a run takes, with the name of its folder."""
-
-    def __init__(self):
-        self.steps = []
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.steps.append((args.output_dir.split(os.sep)[-2], state.global_step))
+from runs import TEACHER, AtStep, Record, assert_the_same, recipe, unfinished, write_recipe
 
 
 def garbage(path):
@@ -395,104 +383,3 @@ def test_a_disk_that_fills_up_within_an_optimizer_state(trained, output, text_fo
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     train(recipe(text_folder), output)
     assert_the_same(output, trained)
-
-
-# Kills
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from transformers import TrainerCallback
-from coca_lab.training import load_recipe, run, train
-
-where, path, output = sys.argv[1:]
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-class Kill(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        print("a step", flush=True)
-        if where == f"{Path(args.output_dir).parent.name} {state.global_step}":
-            die()
-
-replace = os.replace
-def move(source, target):
-    # Among the first files of a finished stage's model that are moved to their place.
-    if where == "moving" and ".model.partial" in str(source) and "tokenizer" in str(source):
-        die()
-    replace(source, target)
-os.replace = move
-
-summary = run.write_json
-def write(path, value):
-    if where == "before the summary" and path.name == "stage.json":
-        die()
-    summary(path, value)
-    if where == "after the summary" and path.name == "stage.json":
-        die()
-run.write_json = write
-
-print("begins", flush=True)
-train(load_recipe(path), output, callbacks=[Kill()])
-"""
-
-
-def program(where, path, output):
-    return [sys.executable, "-c", KILLED, where, str(path), str(output)]
-
-
-def killed(where, path, output):
-    result = subprocess.run(program(where, path, output), capture_output=True)
-    assert result.returncode == -signal.SIGKILL, result.stderr.decode()
-
-
-SLOW = ["first 1", "moving", "before the summary", "after the summary", "third 5"]
-
-
-@pytest.mark.parametrize(
-    "where", ["second 3", *(pytest.param(where, marks=pytest.mark.slow) for where in SLOW)]
-)
-def test_killed_anywhere_it_ends_in_the_same_weights(staged, tmp_path, where):
-    path, run = staged
-    output, seen = tmp_path / "killed", Record()
-    killed(where, path, output)
-    train(load_recipe(path), output, callbacks=[seen])
-    if where == "second 3":
-        second, third = range(3, 7), range(1, 6)
-        assert seen.steps == [("second", i) for i in second] + [("third", i) for i in third]
-    assert_the_same(output, run)
-
-
-@pytest.mark.slow
-def test_killed_at_ten_random_moments_it_ends_in_the_same_weights(base, text_folder, tmp_path):
-    """Some steps and a moment after each start, in all of three stages."""
-    parts = [  # of few steps, so that a slow machine reaches them all, too
-        {"name": "first", "train": "qt", "objective": "attention", "steps": 15},
-        {"name": "second", "train": "qtv", "steps": 15},
-        {"name": "third", "objective": "logits", "steps": 15},
-    ]
-    path = write_recipe(base, text_folder, tmp_path / "r.yaml", parts)
-    straight, output = train(load_recipe(path), tmp_path / "straight"), tmp_path / "killed"
-    draw, finished_stages = random.Random(0), []
-    while len(finished_stages) < 10:
-        with (
-            (tmp_path / "errors").open("wb") as errors,
-            subprocess.Popen(
-                program("nowhere", path, output), stdout=subprocess.PIPE, stderr=errors
-            ) as process,
-        ):
-            assert process.stdout is not None
-            for _ in range(draw.randint(1, 12)):
-                process.stdout.readline()
-            time.sleep(draw.uniform(0, 0.3))
-            process.kill()
-        if process.returncode == -signal.SIGKILL:
-            finished_stages.append(len(list(output.glob("stages/*/stage.json"))))
-            continue
-        assert process.returncode == 0, (tmp_path / "errors").read_text()
-        assert_the_same(output, straight)
-        shutil.rmtree(output)
-    assert {0, 1, 2} <= set(finished_stages)
-    train(load_recipe(path), output)
-    assert_the_same(output, straight)

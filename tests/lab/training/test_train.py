@@ -99,12 +99,10 @@ def test_bfloat16_trains_and_the_weights_stay_in_float32(trained, text_folder, t
         assert len(list((folder / "logs").glob("events.out.tfevents.*"))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "tolerance"),
-    [
-        ("gradient_checkpointing", {"atol": 1e-6}),
-        pytest.param("compile", {"rtol": 1e-4, "atol": 1e-4}, marks=pytest.mark.slow),
-    ],
+    [("gradient_checkpointing", {"atol": 1e-6}), ("compile", {"rtol": 1e-4, "atol": 1e-4})],
 )
 def test_recomputed_and_compiled_learn_the_same(trained, text_folder, tmp_path, option, tolerance):
     other = train(recipe(text_folder, **{f"training__{option}": True}), tmp_path / "run")
