@@ -87,10 +87,37 @@ def load(folder: Path, method: str, length: int, device: str, dtype: str) -> Pre
     model: Any = AutoModelForCausalLM.from_pretrained(folder, **_gguf(folder), **options)
     METHODS[method](model.eval(), length)
     model.to(device)
-    if not torch.isfinite(model(torch.arange(8, device=device)[None]).logits).all():
-        bad = [name for name, w in model.named_parameters() if not torch.isfinite(w).all()]
-        raise SystemExit(f"{folder} gives NaN or infinity in {dtype} on {device}; weights: {bad}")
+    if found := first_not_finite(model):
+        # cuDNN's attention is new in bfloat16: without it once more.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        again = first_not_finite(model)
+        print(f"not finite in {dtype} on {device}: {found}; without cuDNN: {again or 'finite'}")
+        if again:
+            raise SystemExit(f"{folder}: NaN or infinity in {dtype} on {device}, first in {again}")
     return model
+
+
+@torch.no_grad()
+def first_not_finite(model: PreTrainedModel) -> str:
+    """The first module, or weight, of a model that gives NaN or infinity; empty if none does."""
+    for name, weight in model.named_parameters():
+        if not torch.isfinite(weight).all():
+            return name
+    found: list[str] = []
+
+    def look(name: str, output: object) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, torch.Tensor) and not torch.isfinite(first).all():
+            found.append(name)
+
+    hooks = [
+        module.register_forward_hook(lambda _, __, output, name=name: look(name, output))
+        for name, module in model.named_modules()
+    ]
+    model(torch.arange(64, device=model.device)[None])
+    for hook in hooks:
+        hook.remove()
+    return found[0] if found else ""
 
 
 def read_books(
