@@ -6,6 +6,7 @@ them, and copy the folder to change it.
 
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import yaml
@@ -13,6 +14,8 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from coca_lab.training import Recipe, load_recipe, read_summary
+from coca_lab.training.folder import TOKENIZER
+from coca_lab.training.texts import TrainingData, inputs_of, load_data
 
 OPTIONS = {
     "model.hidden_size": 16, "model.num_layers": 1, "model.num_heads": 2,
@@ -34,6 +37,13 @@ def words(source, **changes) -> list[str]:
 def recipe(source, **changes) -> Recipe:
     """A small recipe; changes as for `words`."""
     return load_recipe(None, words(source, **changes))
+
+
+def data_of(recipe, tokenizer) -> TrainingData:
+    """What a run of a recipe reads."""
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(Path(folder, TOKENIZER))
+        return load_data(recipe, inputs_of(recipe), Path(folder))
 
 
 PAPER = [

@@ -1,18 +1,24 @@
-"""Recipes: what one says as a whole, and how it is read, written and compared."""
+"""Recipes: what one says as a whole, what contradicts itself, how it is read and compared."""
 
+import re
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from coca_attention.errors import UserError, error_prefix
+from coca_attention.errors import UserError, did_you_mean, error_prefix, install
+from coca_attention.ops import FORMS
 from coca_lab.arguments import SettingsParser, checked, read_settings, settings_parser
 from coca_lab.data import SourceSettings
 from coca_lab.data.documents import TOKENS
 from coca_lab.data.text import NO_DOCUMENTS
 from coca_lab.recipe_sections import (
+    BASELINES,
+    OWN,
+    POSITIONS,
     SCHEDULE,
     SIZES,
     VALIDATION,
@@ -35,6 +41,7 @@ class Text:
     name: str  # of the source of a mixture, `TEXT` or `VALIDATION`
     where: str  # the field that names it, for errors
     source: SourceSettings
+    what: str  # the text, or the first one that has the same source
     held_out: float  # share of its documents
     from_held_out: bool = False  # whether these are read, and not the others
     weight: float = 1.0
@@ -68,21 +75,31 @@ class Recipe:
         return self.stages or [StageRecipe("")]
 
     @property
+    def schedules(self) -> list[TrainingRecipe]:
+        """The section training with the values of each stage."""
+        every = [{name: getattr(stage, name) for name in SCHEDULE} for stage in self.run_stages]
+        given = [{n: value for n, value in each.items() if value is not None} for each in every]
+        return [replace(self.training, **values) for values in given]
+
+    @property
     def texts(self) -> list[Text]:
         """The texts to read: those of training, and that of validation."""
         data, validation = self.data, self.validation
-        found = []
+        found, what = [], dict[str, str]()
         for name, each in (data.mixture or {TEXT: data}).items():
             where = f"data.mixture.{name}: " if data.mixture else "data.source: "
             weight = each.weight if isinstance(each, WeightedSource) else 1.0
-            found.append(Text(name, where, each, data.held_out, False, weight, each.max_tokens))
+            own = what.setdefault(each.source, "training text" if name == TEXT else f"{name} text")
+            found.append(
+                Text(name, where, each, own, data.held_out, False, weight, each.max_tokens)
+            )
         if validation.every is not None:
             named = validation.source
             source = SourceSettings(named or data.source, data.text_field, data.bad_lines)
             where = "validation.source: " if named else "data.held_out: "
-            found.append(
-                Text(VALIDATION, where, source, 0.0 if named else data.held_out, not named)
-            )
+            own = what.get(source.source, f"{VALIDATION} text")
+            share = 0.0 if named else data.held_out
+            found.append(Text(VALIDATION, where, source, own, share, from_held_out=not named))
         return found
 
     @property
@@ -93,7 +110,7 @@ class Recipe:
     @property
     def steps(self) -> int:
         """Optimizer steps of the whole run, over all stages."""
-        return sum(stage.settings(self.training).steps for stage in self.run_stages)
+        return sum(settings.steps for settings in self.schedules)
 
     def changed(self, section: str, **fields: Any) -> "Recipe":
         """The recipe with other fields in one section."""
@@ -103,18 +120,19 @@ class Recipe:
         """The recipe with what every stage takes from training, and the steps of the whole run."""
         if not self.stages:
             return self
-        stages = []
-        for stage in self.stages:
-            settings = stage.settings(self.training)
-            stages.append(replace(stage, **{name: getattr(settings, name) for name in SCHEDULE}))
+        stages = [
+            replace(stage, **{name: getattr(settings, name) for name in SCHEDULE})
+            for stage, settings in zip(self.stages, self.schedules, strict=True)
+        ]
         return replace(self.changed("training", steps=self.steps), stages=stages)
 
     def check(self) -> None:
         """Raise UserError if settings contradict each other."""
         checked(Recipe, asdict(self))  # a field set in Python may have any value
-        for name in ("model", "data", "validation"):
+        checks = {"model": _check_model, "data": _check_data, "validation": _check_validation}
+        for name, check in checks.items():
             with error_prefix(f"{name}."):
-                getattr(self, name).check()
+                check(getattr(self, name))
         for text in self.texts:
             has_ids = text.source.source.endswith(TOKENS)
             if has_ids and not (self.data.tokenizer or self.model.start):
@@ -138,7 +156,141 @@ class Recipe:
             raise UserError(f"stages must have different names, got {', '.join(names)}")
         for stage in self.stages:
             with error_prefix(f"stage {stage.name!r}: "):
-                stage.check(self.model)
+                _check_stage(stage, self.model)
+
+
+def _check_model(model: ModelRecipe) -> None:
+    known = (*FORMS, *BASELINES)
+    if model.attention not in known:
+        hint = did_you_mean(model.attention, known)
+        raise UserError(
+            f"attention must be one of {', '.join(known)}, got {model.attention!r}{hint}"
+        )
+    given = [name for name in POSITIONS if getattr(model, name)]
+    if model.attention == "alibi" and given:
+        raise UserError(f"attention alibi has no {', '.join(given)}: leave it out")
+    if model.attention == "alibi" and model.body != "gpt_neox":
+        raise UserError(f"body must be gpt_neox for attention alibi, got {model.body}")
+    if model.attention != OWN:
+        # Not at the top: it takes seconds, which `coca train -h` need not wait for.
+        from coca_attention.models.families import decoders
+
+        if model.body not in (bodies := decoders()):
+            raise UserError(
+                f"body must be one of {', '.join(bodies)} for attention {model.attention}, got "
+                f"{model.body}; with attention {OWN} it may be any model_type of Transformers"
+            )
+    if model.linear:
+        invariant = model.attention in FORMS and FORMS[model.attention].shift_invariant
+        if given or model.start or not invariant:
+            raise UserError(
+                "linear is for new models with a shift-invariant form, such as strict, "
+                f"without {', '.join(POSITIONS)}"
+            )
+    _check_positions(model)
+    _check_sizes(model)
+
+
+def _check_positions(model: ModelRecipe) -> None:
+    if len(model.layers) > model.num_layers:
+        raise UserError(
+            f"layers must have at most num_layers letters, got {model.layers!r} for "
+            f"{model.num_layers} layers"
+        )
+    if model.window and not model.layers:
+        raise UserError("window is for local layers: set layers")
+    if model.decay_length and not (model.layers if model.decay is None else model.decay):
+        raise UserError(f"decay_length {model.decay_length} requires a decay")
+    if model.max_distance and model.attention == "slack":
+        raise UserError(
+            "max_distance needs scores that depend on the distance of rotary pairs alone, got "
+            f"attention {model.attention}: use rope, strict or magnitude"
+        )
+    if model.max_distance and (model.layers or model.decay):
+        raise UserError("max_distance is for models without layers and decay: leave it out")
+
+
+def _check_sizes(model: ModelRecipe) -> None:
+    default = ModelRecipe()
+    sizes = [name for name in SIZES if getattr(model, name) != getattr(default, name)]
+    if model.start is not None and sizes:
+        raise UserError(f"start determines the model's sizes: leave out {', '.join(sizes)}")
+    heads, kv_heads = model.num_heads, model.num_key_value_heads or model.num_heads
+    head_width, rest = divmod(model.hidden_size, heads)
+    if rest:
+        raise UserError(
+            f"hidden_size must be a multiple of num_heads, got {model.hidden_size} and {heads}"
+        )
+    if head_width % 2:
+        raise UserError(f"hidden_size / num_heads must be even, got {head_width}")
+    if (model.turning_pairs or 0) > head_width // 2:
+        raise UserError(
+            f"turning_pairs must be at most {head_width // 2}, the number of pairs per head; "
+            f"got {model.turning_pairs}"
+        )
+    if model.body == "gpt_neox" and model.num_key_value_heads:
+        raise UserError("gpt_neox has no num_key_value_heads: leave it out, or use body llama")
+    if heads % kv_heads:
+        raise UserError(f"num_key_value_heads must divide num_heads, got {kv_heads} and {heads}")
+
+
+def _check_data(data: DataRecipe) -> None:
+    shares = data.task_shares
+    if sum(shares.values()) >= 1:
+        raise UserError(
+            f"the shares of tasks and passkey_share must sum to less than 1, got {shares}"
+        )
+    if not data.mixture:
+        return
+    names = [*(item.name for item in fields(SourceSettings)), "max_tokens"]
+    given = [name for name in names if getattr(data, name) != getattr(DataRecipe(), name)]
+    if given:
+        raise UserError(
+            f"{', '.join(given)} cannot be combined with data.mixture: leave it out, or set "
+            "it for each source of the mixture"
+        )
+    for name, source in data.mixture.items():
+        if not source.source:
+            raise UserError(f"mixture.{name}.source is missing: name the text to read")
+    weights = [source.weight for source in data.mixture.values()]
+    if abs(sum(weights) - 1) > 1e-6:
+        raise UserError(
+            f"mixture needs weights that sum to 1, got {' + '.join(map(str, weights))} = "
+            f"{sum(weights):g}"
+        )
+    if {*shares, VALIDATION} & data.mixture.keys():
+        raise UserError(
+            f"a source of the mixture has the name of a task or {VALIDATION}: rename it"
+        )
+
+
+def _check_validation(validation: ValidationRecipe) -> None:
+    prompts = validation.passkeys or validation.needles
+    if prompts and validation.every is None:
+        raise UserError("passkeys and needles are asked for in validation: set validation.every")
+    if validation.lengths and not prompts:
+        raise UserError("lengths are those of prompts: set validation.passkeys or needles")
+
+
+def _check_stage(stage: StageRecipe, model: ModelRecipe) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", stage.name):
+        raise UserError("name is also a folder's name: use letters, digits, . _ and -")
+    if stage.train == "lora" and find_spec("peft") is None:
+        raise UserError(f"lora needs peft: {install('lora')}")
+    if stage.objective == "attention" and stage.train in ("all", "lora"):
+        raise UserError(
+            "objective attention trains attention layers only: set train to t, qt or qtv, got "
+            f"{stage.train}"
+        )
+    if stage.train in ("t", "qt", "qtv") and model.attention not in FORMS:
+        raise UserError(
+            f"train {stage.train} needs T projections, which attention {model.attention} does "
+            f"not have: train all, or choose one of {', '.join(FORMS)}"
+        )
+    if stage.objective != "next_token" and not (model.teacher or model.start):
+        raise UserError(
+            f"objective {stage.objective} needs a teacher: set model.start or model.teacher"
+        )
 
 
 def all_fields(recipe: Recipe) -> dict[str, Any]:

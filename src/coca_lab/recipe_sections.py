@@ -1,18 +1,14 @@
 """The sections of a recipe, with the paper's settings (§3.3) as defaults.
 
-Types say which values a field can have; `check` looks for settings that contradict each other.
+Types say which values a field can have; `Recipe.check` refuses settings that contradict each other.
 """
 
-import re
-from dataclasses import dataclass, field, fields, replace
-from importlib.util import find_spec
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from coca_attention.errors import UserError, did_you_mean, install
-from coca_attention.ops import FORMS
 from coca_attention.roles import Roles
 from coca_lab.data import SourceSettings
 from coca_lab.data.text import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
@@ -96,80 +92,6 @@ class ModelRecipe(Roles, Architecture):
     """Precision in which the trained model is saved; auto is that of start, or float32 without one.
     Training itself keeps weights in float32."""
 
-    def check(self) -> None:
-        """Raise UserError if settings contradict each other."""
-        # Not at the top: it takes seconds, which `coca train -h` need not wait for.
-        from coca_attention.models.families import decoders
-
-        known, bodies = (*FORMS, *BASELINES), decoders()
-        if self.attention not in known:
-            hint = did_you_mean(self.attention, known)
-            raise UserError(
-                f"attention must be one of {', '.join(known)}, got {self.attention!r}{hint}"
-            )
-        given = [name for name in POSITIONS if getattr(self, name)]
-        if self.attention == "alibi" and given:
-            raise UserError(f"attention alibi has no {', '.join(given)}: leave it out")
-        if self.attention == "alibi" and self.body != "gpt_neox":
-            raise UserError(f"body must be gpt_neox for attention alibi, got {self.body}")
-        if self.attention != OWN and self.body not in bodies:
-            raise UserError(
-                f"body must be one of {', '.join(bodies)} for attention {self.attention}, got "
-                f"{self.body}; with attention {OWN} it may be any model_type of Transformers"
-            )
-        if self.linear:
-            invariant = self.attention in FORMS and FORMS[self.attention].shift_invariant
-            if given or self.start or not invariant:
-                raise UserError(
-                    "linear is for new models with a shift-invariant form, such as strict, "
-                    f"without {', '.join(POSITIONS)}"
-                )
-        self._check_positions()
-        self._check_sizes()
-
-    def _check_positions(self) -> None:
-        if len(self.layers) > self.num_layers:
-            raise UserError(
-                f"layers must have at most num_layers letters, got {self.layers!r} for "
-                f"{self.num_layers} layers"
-            )
-        if self.window and not self.layers:
-            raise UserError("window is for local layers: set layers")
-        if self.decay_length and not (self.layers if self.decay is None else self.decay):
-            raise UserError(f"decay_length {self.decay_length} requires a decay")
-        if self.max_distance and self.attention == "slack":
-            raise UserError(
-                "max_distance needs scores that depend on the distance of rotary pairs alone, got "
-                f"attention {self.attention}: use rope, strict or magnitude"
-            )
-        if self.max_distance and (self.layers or self.decay):
-            raise UserError("max_distance is for models without layers and decay: leave it out")
-
-    def _check_sizes(self) -> None:
-        default = ModelRecipe()
-        sizes = [name for name in SIZES if getattr(self, name) != getattr(default, name)]
-        if self.start is not None and sizes:
-            raise UserError(f"start determines the model's sizes: leave out {', '.join(sizes)}")
-        heads, kv_heads = self.num_heads, self.num_key_value_heads or self.num_heads
-        head_width, rest = divmod(self.hidden_size, heads)
-        if rest:
-            raise UserError(
-                f"hidden_size must be a multiple of num_heads, got {self.hidden_size} and {heads}"
-            )
-        if head_width % 2:
-            raise UserError(f"hidden_size / num_heads must be even, got {head_width}")
-        if (self.turning_pairs or 0) > head_width // 2:
-            raise UserError(
-                f"turning_pairs must be at most {head_width // 2}, the number of pairs per head; "
-                f"got {self.turning_pairs}"
-            )
-        if self.body == "gpt_neox" and self.num_key_value_heads:
-            raise UserError("gpt_neox has no num_key_value_heads: leave it out, or use body llama")
-        if heads % kv_heads:
-            raise UserError(
-                f"num_key_value_heads must divide num_heads, got {kv_heads} and {heads}"
-            )
-
 
 # What the files of a start say.
 SIZES = [item.name for item in (*fields(Architecture), *fields(Roles))]
@@ -232,36 +154,6 @@ class DataRecipe(SourceSettings):
         """Shares of the blocks by task, passkeys included."""
         return ({PASSKEY: self.passkey_share} if self.passkey_share else {}) | self.tasks
 
-    def check(self) -> None:
-        """Raise UserError if settings contradict each other."""
-        shares = self.task_shares
-        if sum(shares.values()) >= 1:
-            raise UserError(
-                f"the shares of tasks and passkey_share must sum to less than 1, got {shares}"
-            )
-        if not self.mixture:
-            return
-        names = [*(item.name for item in fields(SourceSettings)), "max_tokens"]
-        given = [name for name in names if getattr(self, name) != getattr(DataRecipe(), name)]
-        if given:
-            raise UserError(
-                f"{', '.join(given)} cannot be combined with data.mixture: leave it out, or set "
-                "it for each source of the mixture"
-            )
-        for name, source in self.mixture.items():
-            if not source.source:
-                raise UserError(f"mixture.{name}.source is missing: name the text to read")
-        weights = [source.weight for source in self.mixture.values()]
-        if abs(sum(weights) - 1) > 1e-6:
-            raise UserError(
-                f"mixture needs weights that sum to 1, got {' + '.join(map(str, weights))} = "
-                f"{sum(weights):g}"
-            )
-        if {*shares, VALIDATION} & self.mixture.keys():
-            raise UserError(
-                f"a source of the mixture has the name of a task or {VALIDATION}: rename it"
-            )
-
 
 @dataclass
 class ValidationRecipe:
@@ -284,16 +176,6 @@ class ValidationRecipe:
     lengths: list[Count] = field(default_factory=list)
     """Tokens of the prompts with passkeys and needles, needles with the answer; by default
     data.block_length."""
-
-    def check(self) -> None:
-        """Raise UserError if settings contradict each other."""
-        prompts = self.passkeys or self.needles
-        if prompts and self.every is None:
-            raise UserError(
-                "passkeys and needles are asked for in validation: set validation.every"
-            )
-        if self.lengths and not prompts:
-            raise UserError("lengths are those of prompts: set validation.passkeys or needles")
 
 
 @dataclass
@@ -368,29 +250,3 @@ class StageRecipe:
     """Learning rate at the end of the stage, as a share of the peak."""
     lora_rank: Count = 16
     """Rank of the adapters of lora; they are scaled by 2."""
-
-    def settings(self, training: TrainingRecipe) -> TrainingRecipe:
-        """The section training with the values of this stage."""
-        values = {name: getattr(self, name) for name in SCHEDULE}
-        return replace(training, **{n: value for n, value in values.items() if value is not None})
-
-    def check(self, model: ModelRecipe) -> None:
-        """Raise UserError if settings contradict each other or the model, or peft is missing."""
-        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", self.name):
-            raise UserError("name is also a folder's name: use letters, digits, . _ and -")
-        if self.train == "lora" and find_spec("peft") is None:
-            raise UserError(f"lora needs peft: {install('lora')}")
-        if self.objective == "attention" and self.train in ("all", "lora"):
-            raise UserError(
-                "objective attention trains attention layers only: set train to t, qt or qtv, got "
-                f"{self.train}"
-            )
-        if self.train in ("t", "qt", "qtv") and model.attention not in FORMS:
-            raise UserError(
-                f"train {self.train} needs T projections, which attention {model.attention} does "
-                f"not have: train all, or choose one of {', '.join(FORMS)}"
-            )
-        if self.objective != "next_token" and not (model.teacher or model.start):
-            raise UserError(
-                f"objective {self.objective} needs a teacher: set model.start or model.teacher"
-            )

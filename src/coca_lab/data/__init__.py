@@ -1,6 +1,5 @@
-"""From documents to tokens to blocks."""
+"""From documents to tokens."""
 
-from coca_lab.data.blocks import BlockDataset
 from coca_lab.data.documents import (
     DataError,
     Document,
@@ -11,7 +10,6 @@ from coca_lab.data.documents import (
 from coca_lab.data.text import encode_documents, load_tokenizer, tokenise, train_tokenizer
 
 __all__ = [
-    "BlockDataset",
     "DataError",
     "Document",
     "SourceSettings",

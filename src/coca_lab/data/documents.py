@@ -79,9 +79,12 @@ class SourceSettings:
     bad_lines: BadLines = "error"
     """How to handle an invalid JSON line: error, or skip with a warning."""
 
-    def documents(self) -> Iterator[Document]:
-        """`read_documents` with these settings."""
-        return read_documents(self.source, text_field=self.text_field, bad_lines=self.bad_lines)
+    def documents(self, share: float = 0.0, *, from_held_out: bool = False) -> Iterator[Document]:
+        """`read_documents` with these settings: the share that is held out, or all others."""
+        options = {"text_field": self.text_field, "bad_lines": self.bad_lines}
+        for document in read_documents(self.source, **options):
+            if (share > 0 and held_out(document, share)) == from_held_out:
+                yield document
 
 
 def read_documents(

@@ -21,7 +21,6 @@ from coca_lab.data.documents import (
     DataError,
     Document,
     SourceSettings,
-    held_out,
     text_fingerprint,
 )
 from coca_lab.files import check_name, writing
@@ -148,6 +147,7 @@ def tokenise(
     from_held_out: bool = False,
     max_tokens: int | None = None,
     folder: Path | None = None,
+    content: str | None = None,
 ) -> np.ndarray:
     """The training or the held-out documents as token ids, each followed by the end of text.
 
@@ -164,6 +164,7 @@ def tokenise(
         from_held_out: Whether to tokenise the held-out documents instead of the others.
         max_tokens: Stop reading after this many tokens; required for endless streams.
         folder: Folder of the caches; None for none.
+        content: The `text_fingerprint` of the source, where it is known.
 
     Returns:
         (tokens,), uint16 or uint32, in memory or mapped.
@@ -177,10 +178,11 @@ def tokenise(
         if share or from_held_out:
             raise UserError(f"{source.source} {NO_DOCUMENTS}")
         return _read_tokens(source.source, tokenizer, max_tokens)
-    documents = (d for d in source.documents() if held_out(d, share) == from_held_out)
+    documents = source.documents(share, from_held_out=from_held_out)
+    arrays = _token_arrays(documents, tokenizer, max_tokens)
     if folder is None:
-        return np.concatenate([*_token_arrays(documents, tokenizer, max_tokens)])
-    text, dtype = text_fingerprint(source.source), _token_type(tokenizer)
+        return np.concatenate([*arrays])
+    text, dtype = content or text_fingerprint(source.source), _token_type(tokenizer)
     settings = [source.text_field, source.bad_lines, share, from_held_out, max_tokens]
     key = fingerprint([text, settings, str(dtype), tokenizer_fingerprint(tokenizer)])
     path = folder / "tokens" / f"{key[:24]}.bin"
@@ -189,7 +191,10 @@ def tokenise(
         with FileLock(path.with_suffix(".lock")):  # waits for a process that writes the same
             if not path.is_file():
                 with writing(path) as partial:
-                    _write(partial, _token_arrays(documents, tokenizer, max_tokens), source.source)
+                    with open(partial, "wb") as file:
+                        shown = f"tokenising {source.source}"
+                        for tokens in tqdm(arrays, shown, unit=" documents", disable=None):
+                            file.write(tokens.data)
                     if text_fingerprint(source.source) != text:
                         raise DataError(f"{source.source}: changed while it was being read")
         return np.memmap(path, dtype, mode="r")
@@ -236,9 +241,3 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
             if path.name != "tokenizer_config.json":  # contains the folder
                 digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def _write(path: Path, arrays: Iterator[np.ndarray], source: str) -> None:
-    with open(path, "wb") as file:
-        for tokens in tqdm(arrays, f"tokenising {source}", unit=" documents", disable=None):
-            file.write(tokens.data)

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coca_attention.errors import UserError
-from coca_lab.data import SourceSettings, encode_documents, held_out
+from coca_lab.data import SourceSettings, encode_documents
 from coca_lab.engine import Item
 from coca_lab.evaluation.task import Cell, Measurement, Model, RotaryScaling, Task
 from coca_lab.evaluation.windows import (
@@ -128,9 +128,7 @@ def load_text(
 ) -> list[TokenDocument]:
     """Tokenised documents of a source, each of at least so many tokens, or a UserError."""
     check_text(settings, at_least)
-    documents = settings.documents()
-    if settings.held_out:
-        documents = (d for d in documents if held_out(d, settings.held_out))
+    documents = settings.documents(settings.held_out, from_held_out=settings.held_out > 0)
     chosen: list[TokenDocument] = []
     short, longest = 0, 0
     for document, ids in encode_documents(documents, tokenizer, batch=8):

@@ -21,8 +21,8 @@ from coca_lab.report import REPORTS, write_report
 from coca_lab.store import Store
 from coca_lab.studies.study import LOGS, REPORT_FILE, RESULTS_FILE, STORE_FILE, TOKENIZERS, Study
 from coca_lab.studies.trial import TRAINING, Trial, Value
-from coca_lab.training.folder import TOKENIZER, tokenizer_key
-from coca_lab.training.texts import load_run_tokenizer
+from coca_lab.training.folder import TOKENIZER
+from coca_lab.training.texts import load_run_tokenizer, tokenizer_key
 
 
 def run_study(

@@ -21,7 +21,8 @@ from coca_lab.folders import convert_folder
 from coca_lab.processes import tell
 from coca_lab.recipe import check_same_recipe
 from coca_lab.training import Recipe, is_finished, read_summary, train
-from coca_lab.training.folder import RECIPE_FILE, check_finished, has_begun, inputs_of
+from coca_lab.training.folder import RECIPE_FILE, check_finished, has_begun
+from coca_lab.training.texts import inputs_of
 from coca_lab.training.trainer import TrainingDiverged
 
 TRAINING = 0.75
@@ -200,7 +201,7 @@ class Trial:
     def _train(self, recipe: Recipe) -> None:
         """Train unless it is done; by smaller parts of a batch where memory does not suffice."""
         if is_finished(self.model):
-            check_finished(recipe, self.model, self.may_change)
+            check_finished(recipe, inputs_of(recipe), self.model, self.may_change)
         while not is_finished(self.model):
             try:
                 steps = [Steps(self.label)]

@@ -1,13 +1,14 @@
 """Training from recipes with Transformers' Trainer."""
 
 from coca_lab.recipe import Recipe, as_yaml, load_recipe, recipe_parser
-from coca_lab.training.checkpoints import last_checkpoint
-from coca_lab.training.folder import is_finished, read_summary
+from coca_lab.training.folder import is_finished, last_checkpoint, read_summary
 from coca_lab.training.model import model_config
 from coca_lab.training.run import train
+from coca_lab.training.texts import BlockDataset
 from coca_lab.training.trainer import TrainingDiverged
 
 __all__ = [
+    "BlockDataset",
     "Recipe",
     "TrainingDiverged",
     "as_yaml",

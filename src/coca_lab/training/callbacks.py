@@ -1,19 +1,15 @@
-"""What a training shows, and how a signal ends it: callbacks of Trainer.
+"""What a training shows: callbacks of Trainer.
 
 Parameters without a type have that of the `TrainerCallback` method.
 """
 
 import logging
 import math
-import os
-import signal
 import sys
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
 
-from accelerate import Accelerator
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
@@ -25,10 +21,6 @@ EVERY = 60.0
 """Seconds between lines."""
 SETTLED = 2.0
 """Seconds from the first step, which may compile, to the first line: the speed is known then."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-ONE_SIGNAL = 1.0
-"""Seconds within which further signals count as the first: torchrun passes Ctrl-C on to processes
-that the terminal has already sent it to."""
 
 
 def describe(metrics: dict[str, float], retrieval: Retrieval | None) -> str:
@@ -45,7 +37,8 @@ def shown(
 ) -> list[TrainerCallback]:
     """What shows a training: a bar in a terminal, elsewhere lines, and TensorBoard if asked for."""
     in_terminal = sys.stderr.isatty() and not arguments.disable_tqdm
-    callbacks: list[TrainerCallback] = [Bar(retrieval) if in_terminal else Lines(retrieval)]
+    shows = Bar(retrieval) if in_terminal else Lines(retrieval)
+    callbacks: list[TrainerCallback] = [LogLastStep(), shows]
     if "tensorboard" in report_to and arguments.process_index == 0:
         # In the run folder; Trainer's own takes its folder from the environment.
         from torch.utils.tensorboard import SummaryWriter
@@ -54,14 +47,6 @@ def shown(
         folder = Path(str(arguments.output_dir)).parent
         callbacks.append(TensorBoardCallback(SummaryWriter(folder / "logs")))
     return callbacks
-
-
-class Interrupted(KeyboardInterrupt):
-    """A signal has ended the work and determines the exit code; the message says what is saved."""
-
-    def __init__(self, message: str, number: int = signal.SIGINT) -> None:
-        super().__init__(message)
-        self.signal = number
 
 
 class LogLastStep(TrainerCallback):
@@ -128,59 +113,3 @@ class Lines(TrainerCallback):
                 step, measured = self.validation
                 parts.append(measured if step == state.global_step else f"at {step:,} {measured}")
             log.info("%s", ", ".join(filter(None, (*parts, *more))))
-
-
-class StopOnSignal(TrainerCallback):
-    """In its ``with`` block, a signal ends training after the step, which is saved."""
-
-    # All processes stop after the same step, whichever of them received the signal; a second one
-    # raises `Interrupted` at once.
-    # Transformers' `enable_jit_checkpoint` reacts to SIGTERM alone, after three seconds, and may
-    # save before the optimizer's step, when the random state is already that of the next.
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
-        self.signal: int | None = None
-        self.stopped = False
-
-    def __enter__(self) -> "StopOnSignal":
-        main = threading.current_thread() is threading.main_thread()
-        self.before = {n: signal.signal(n, self._receive) for n in SIGNALS if main}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def _receive(self, number: int, _frame: object) -> None:
-        now = time.monotonic()
-        if self.signal is None:
-            self.signal, self.since = number, now
-            if self.accelerator.is_main_process:
-                # Not by print, which the signal may have interrupted.
-                text = "\ncoca: training ends after this step; once more ends it at once\n"
-                os.write(2, text.encode())
-        elif now - self.since >= ONE_SIGNAL:
-            raise Interrupted(
-                "training ended within a step; the same command continues from the last "
-                "checkpoint, if there is one",
-                number,
-            )
-
-    def requested(self) -> bool:
-        """Whether any process has received a signal; all processes have to ask."""
-        if not self.stopped:
-            if self.signal is not None:
-                self.accelerator.set_trigger()
-            self.stopped = self.accelerator.check_trigger()
-        return self.stopped
-
-    def interrupted(self, message: str) -> Interrupted:
-        """What to raise once training has ended."""
-        return Interrupted(message, self.signal or signal.SIGTERM)
-
-    def on_step_end(self, args, state, control, **kwargs) -> None:
-        if self.requested():
-            control.should_save = control.should_training_stop = True
-
-    on_evaluate = on_step_end  # before the step's checkpoint would be saved

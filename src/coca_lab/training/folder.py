@@ -1,18 +1,37 @@
-"""Run folders: whose they are, what they hold, and whether what they were made from is the same."""
+"""The folder of a run: whose it is, its records and checkpoints, and errors in these files."""
 
+import json
 import logging
+import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
-from coca_attention.errors import UserError, error_prefix
-from coca_lab.data.documents import text_fingerprint
-from coca_lab.files import check_writable, hold, read_json, write_json, write_text
-from coca_lab.fingerprints import fingerprint, model_fingerprint
-from coca_lab.recipe import TEXT, Recipe, as_yaml, check_same_recipe
-from coca_lab.training.checkpoints import sorted_checkpoints
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+from transformers import TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from coca_attention.errors import UserError
+from coca_lab.files import (
+    WRITER,
+    check_writable,
+    hold,
+    known_problem,
+    read_json,
+    sync,
+    sync_folder,
+    write_json,
+    write_text,
+)
+from coca_lab.recipe import TEXT, Recipe, check_same_recipe
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +47,9 @@ Summary = dict[str, Any]
 """The content of ``training.json``, or of the file of a stage."""
 TOKENIZER = "tokenizer"
 """Folder of a newly trained tokenizer."""
+STATE_FILE = "trainer_state.json"
+UNFINISHED = "unfinished"
+"""In a checkpoint's folder while it is written."""
 
 
 def is_finished(output: str | Path) -> bool:
@@ -41,9 +63,17 @@ def read_summary(output: str | Path) -> Summary:
 
 
 @contextmanager
-def claim(recipe: Recipe, output: Path, may_change: Collection[str]) -> Iterator[None]:
-    """Make a folder that of a run, new or unfinished, and keep other processes from it."""
-    inputs = inputs_of(recipe)
+def claim(
+    recipe: Recipe,
+    written: str,
+    inputs: Mapping[str, str],
+    output: Path,
+    may_change: Collection[str] = (),
+) -> Iterator[None]:
+    """Make a folder that of a run, new or unfinished, and keep other processes from it.
+
+    ``written`` is the recipe as YAML, and ``inputs`` are fingerprints of what it names.
+    """
     check_writable(output / RECIPE_FILE)
     with hold(output / LOCK_FILE):
         if has_begun(output):
@@ -56,13 +86,8 @@ def claim(recipe: Recipe, output: Path, may_change: Collection[str]) -> Iterator
             for name in (TOKENIZER, "checkpoints", "stages", "logs"):
                 shutil.rmtree(output / name, ignore_errors=True)
             write_json(output / INPUTS_FILE, inputs)
-        write_text(output / RECIPE_FILE, as_yaml(recipe))
+        write_text(output / RECIPE_FILE, written)
         yield
-
-
-def stage_folder(recipe: Recipe, output: Path, number: int) -> Path:
-    """Where the checkpoints of a stage are."""
-    return output / "stages" / recipe.stages[number].name if recipe.stages else output
 
 
 def has_begun(output: Path) -> bool:
@@ -82,10 +107,11 @@ def has_begun(output: Path) -> bool:
     )
 
 
-def check_finished(recipe: Recipe, output: Path, may_change: Collection[str] = ()) -> None:
+def check_finished(
+    recipe: Recipe, inputs: Mapping[str, str], output: Path, may_change: Collection[str] = ()
+) -> None:
     """Raise UserError if a finished run had another recipe, text, tokenizer, start or teacher."""
     check_same_recipe(recipe, output / RECIPE_FILE, may_change)
-    inputs = inputs_of(recipe)
     known = check_same_inputs(inputs, output)
     # A dataset of the Hub has a name alone, and a run of an earlier version no record.
     unknown = [name for name, each in inputs.items() if not known or each.startswith("hf:")]
@@ -94,8 +120,8 @@ def check_finished(recipe: Recipe, output: Path, may_change: Collection[str] = (
         log.warning("%s is finished; not known is whether this changed since: %s", output, names)
 
 
-def check_same_inputs(inputs: dict[str, str], output: Path) -> bool:
-    """Raise UserError if `inputs_of` a recipe differ from the run's; False if it has no record."""
+def check_same_inputs(inputs: Mapping[str, str], output: Path) -> bool:
+    """Raise UserError if inputs differ from those of the run; False if it has no record."""
     path = output / INPUTS_FILE
     if not path.is_file():
         return False
@@ -122,32 +148,115 @@ def check_same_text(fingerprint: dict[str, Digest], output: Path) -> None:
         )
 
 
-def inputs_of(recipe: Recipe, start: str = "") -> dict[str, str]:
-    """Fingerprints of the texts and models that a recipe names, by what they are.
-
-    That of the start may be given, for one that is yet to be trained. UserError if one is missing.
-    """
-    data, model, inputs = recipe.data, recipe.model, dict[str, str]()
-    read = dict[str, str]()  # the first name of a source
-    for text in recipe.texts:
-        what = "training text" if text.name == TEXT else f"{text.name} text"
-        if read.setdefault(text.source.source, what) == what:
-            with error_prefix(text.where):
-                inputs[what] = text_fingerprint(text.source.source)
-    for name, path in (("tokenizer", data.tokenizer), ("teacher", model.teacher)):
-        if path is not None:
-            inputs[name] = model_fingerprint(path)
-    if model.start is not None:
-        inputs["start"] = start or model_fingerprint(model.start)
-    return inputs
+# Checkpoints
 
 
-def tokenizer_key(recipe: Recipe) -> str:
-    """Fingerprint of everything that a newly trained tokenizer depends on."""
-    data, sources = recipe.data, []
-    for text in filter(lambda text: text.trains, recipe.texts):
-        source = text.source
-        about = [source.text_field, source.bad_lines, text.weight]
-        sources.append([text_fingerprint(source.source), *about])
-    about = [data.held_out, data.vocab_size, data.split_digits, bool(data.passkey_share)]
-    return fingerprint([sources, about])
+@contextmanager
+def writing_checkpoint(checkpoint: Path) -> Iterator[None]:
+    """Mark a checkpoint until all processes have written it and it is on the disk."""
+    state = PartialState()
+    if state.is_main_process:
+        shutil.rmtree(checkpoint, ignore_errors=True)  # what is left of it was not complete
+        write_text(checkpoint / UNFINISHED, "")
+    state.wait_for_everyone()
+    yield
+    sync(checkpoint)
+    state.wait_for_everyone()
+    if state.is_main_process:
+        (checkpoint / UNFINISHED).unlink()
+        for folder in (checkpoint, checkpoint.parent):
+            sync_folder(folder)
+
+
+@contextmanager
+def catch_write_errors(folder: Path, describe_saved: Callable[[], str]) -> Iterator[None]:
+    """Turn errors in writing, such as a full disk, into a UserError that says what was saved."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError, CheckpointException) as error:
+        cause = _first_failure(error)
+        if isinstance(cause, RuntimeError) and not re.search(WRITER, str(cause)):
+            raise
+        text = " ".join(str(cause).split())[:200]
+        problem = known_problem(cause) or f"{text}: run the same command again to resume"
+        raise UserError(
+            f"{folder} cannot be written: training stopped, {describe_saved()}. {problem}"
+        ) from error
+
+
+@contextmanager
+def catch_read_errors(checkpoint: Path) -> Iterator[None]:
+    """Turn errors in reading a checkpoint into a UserError."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
+        cause = _first_failure(error)
+        # What PyTorch says of a damaged file is advice to run code in it.
+        safe = not isinstance(cause, UnpicklingError)
+        reason = f" ({' '.join(str(cause).split())[:500]})" if safe else ""
+        raise UserError(
+            f"{checkpoint} cannot be read{reason}: restore its files, or remove the folder to "
+            "resume from the previous checkpoint"
+        ) from error
+
+
+def reads_checkpoint(load: Callable[..., None]) -> Callable[..., None]:
+    """A method of Trainer that reads a checkpoint, its first argument, by `catch_read_errors`."""
+
+    @wraps(load)
+    def named(trainer: object, checkpoint: str | None, *args: object, **kwargs: object) -> None:
+        with catch_read_errors(Path(checkpoint or "")):
+            load(trainer, checkpoint, *args, **kwargs)
+
+    return named
+
+
+def _first_failure(error: BaseException) -> BaseException:
+    """What failed first: under FSDP, all processes raise the failures of all."""
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    return next(iter(failures.values()))[0] if failures else error
+
+
+def sorted_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, whole or not, the newest first."""
+    steps = {
+        path: int(step)
+        for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        if (step := path.name.rpartition("-")[2]).isdecimal() and path.is_dir()
+    }
+    return sorted(steps, key=steps.__getitem__, reverse=True)
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether it was written to its end."""
+    if (checkpoint / UNFINISHED).exists():
+        return False
+    try:
+        int(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))["global_step"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+    return True
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The latest complete checkpoint in a folder, or None."""
+    return next(filter(_is_whole, sorted_checkpoints(folder)), None)
+
+
+def last_state(folder: Path) -> tuple[Path | None, TrainerState]:
+    """The checkpoint to resume from, or None, and its state; a warning names incomplete ones."""
+    chosen = None
+    if PartialState().is_main_process:  # others may see an older state of a network file system
+        chosen = last_checkpoint(folder)
+        every = sorted_checkpoints(folder)
+        unfinished = [path.name for path in every[: every.index(chosen) if chosen else None]]
+        if unfinished:
+            then = f"resumes from {chosen.name}" if chosen else "starts again at the first step"
+            log.warning("%s: %s not complete; training %s", folder, ", ".join(unfinished), then)
+    chosen = broadcast_object_list([chosen])[0]
+    if chosen is None:
+        return None, TrainerState()
+    with catch_read_errors(chosen):
+        return chosen, TrainerState.load_from_json(str(chosen / STATE_FILE))

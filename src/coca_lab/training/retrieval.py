@@ -78,8 +78,8 @@ class Retrieval:
         return fmean(dict(gather_object([*scores.items()])).values())
 
 
-def load_retrieval(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Retrieval | None:
-    """What a recipe asks for, or None; UserError if there is no room, or token, for an answer."""
+def load_retrieval(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Retrieval:
+    """What a recipe asks for; UserError if there is no room, or token, for an answer."""
     validation, block = recipe.validation, recipe.data.block_length
     questions: dict[str, Questions] = {}
     passkeys, needles = range(validation.passkeys), range(validation.needles)
@@ -97,7 +97,7 @@ def load_retrieval(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Retrie
                 task, length, prompts, _has_expected, ANSWER_TOKENS[task]
             )
     tokens = recipe.training.micro_batch_size * block
-    return Retrieval(tokenizer, questions, tokens) if questions else None
+    return Retrieval(tokenizer, questions, tokens)
 
 
 def _has_passkey(answer: str, prompt: Prompt) -> float:

@@ -1,7 +1,7 @@
 """`train`: from a recipe to an ordinary Transformers folder, top to bottom.
 
-Claim the folder, load the data, fit stage after stage, summarise. An interrupted run resumes from
-the last checkpoint of its current stage.
+Check the recipe, claim the folder, load the data, fit stage after stage, summarise. An interrupted
+run resumes from the last checkpoint of its current stage.
 
 A recipe without stages is a single stage in the run folder itself. Otherwise every stage is a run
 of Trainer in ``stages/NAME``, which reads the blocks that follow those of the previous stage and
@@ -14,42 +14,42 @@ import shutil
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
 from transformers import (
     AutoConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
     set_seed,
 )
 
+from coca_attention.errors import UserError
 from coca_lab.environment import describe_environment
 from coca_lab.files import read_json, write_json
 from coca_lab.folders import write_card
 from coca_lab.loading import load_model, model_without_weights
-from coca_lab.recipe import Recipe, all_fields
+from coca_lab.recipe import Recipe, all_fields, as_yaml
 from coca_lab.recipe_sections import TrainingRecipe
-from coca_lab.training.checkpoints import catch_write_errors, last_state
+from coca_lab.training.callbacks import shown
 from coca_lab.training.folder import (
     STAGE_FILE,
     START_FILE,
     SUMMARY_FILE,
     Summary,
+    catch_write_errors,
     check_finished,
     check_same_text,
     claim,
-    is_finished,
-    stage_folder,
+    last_state,
 )
 from coca_lab.training.model import choose_parameters, load_teacher, make_model
 from coca_lab.training.objectives import teacher_loss
-from coca_lab.training.settings import training_arguments
-from coca_lab.training.texts import TrainingData, load_data, load_run_tokenizer
+from coca_lab.training.texts import TrainingData, inputs_of, load_data
 from coca_lab.training.trainer import RecipeTrainer
 
 log = logging.getLogger(__name__)
@@ -83,34 +83,111 @@ def train(
     """
     output = Path(output)
     recipe.check()
-    if is_finished(output):
-        check_finished(recipe, output, may_change)
+    written, settings = as_yaml(recipe), all_fields(recipe)
+    if (output / SUMMARY_FILE).is_file():
+        check_finished(recipe, inputs_of(recipe), output, may_change)
         return output
     state = PartialState(cpu=not torch.accelerator.is_available())
     # What the recipe says wrong is said before the text is read, which can take hours.
+    folders = [output / "stages" / stage.name for stage in recipe.stages] or [output]
     arguments = [
-        training_arguments(recipe, stage, stage_folder(recipe, output, number), state.num_processes)
-        for number, stage in enumerate(recipe.run_stages)
+        training_arguments(recipe, schedule, folder, state.num_processes)
+        for schedule, folder in zip(recipe.schedules, folders, strict=True)
     ]
     dtype = saved_dtype(recipe)
     with ExitStack() as stack:
         with state.main_process_first():
+            inputs = inputs_of(recipe)
             if state.is_main_process:
-                stack.enter_context(claim(recipe, output, may_change))
+                stack.enter_context(claim(recipe, written, inputs, output, may_change))
                 log.info("%s: reading the text", output)
-            tokenizer = load_run_tokenizer(recipe, output)
-        data = load_data(recipe, tokenizer)
+        data = load_data(recipe, inputs, output)
         if state.is_main_process:
             log.info("%s: %s", output, data.describe())
             check_same_text(data.fingerprint, output)
-        run = Run(recipe, output, arguments, dtype, tokenizer, data, callbacks)
-        measure_start(run)
-        stages = [fit(run, number) for number in range(len(recipe.run_stages))]
+        saved = [last_state(folder / "checkpoints") for folder in folders]
+        run = Run(recipe, settings, output, folders, arguments, dtype, data, saved, callbacks)
+        if recipe.model.start is not None and data.validation is not None:
+            measure_start(run, recipe.model.start)
+        stages = [fit(run, number) for number in range(len(folders))]
         if state.is_main_process:
             with catch_write_errors(output, lambda: "the model is saved"):
                 summarise(run, stages)
         state.wait_for_everyone()
     return output
+
+
+# Before the text is read
+
+
+def training_arguments(
+    recipe: Recipe, settings: TrainingRecipe, folder: Path, processes: int = 1
+) -> TrainingArguments:
+    """Transformers' arguments for a stage's settings; UserError if the recipe does not fit."""
+    if processes == 1 and torch.cuda.device_count() > 1:
+        raise UserError(
+            f"one process cannot use {torch.cuda.device_count()} GPUs: start one process per GPU "
+            "with accelerate launch, or select a GPU with CUDA_VISIBLE_DEVICES=0"
+        )
+    per_pass = settings.micro_batch_size * processes
+    if settings.global_batch_size % per_pass:
+        raise UserError(
+            "global_batch_size must be a multiple of micro_batch_size x processes; got "
+            f"{settings.global_batch_size} and {settings.micro_batch_size} x {processes}"
+        )
+    known = _known_arguments(settings) | {
+        "output_dir": str(folder / "checkpoints"),
+        "gradient_accumulation_steps": settings.global_batch_size // per_pass,
+    }
+    if recipe.is_ordered:
+        known["train_sampling_strategy"] = "sequential"
+    if (every := recipe.validation.every) is not None:
+        known |= {"eval_strategy": "steps", "eval_steps": every, "eval_on_start": True}
+    if taken := sorted(set(known) & set(settings.trainer)):
+        raise UserError(f"training.trainer repeats what the recipe sets itself: {', '.join(taken)}")
+    try:
+        arguments = TrainingArguments(**known, **settings.trainer)
+    except (TypeError, ValueError, ImportError, OSError) as error:
+        raise UserError(f"training.trainer: {error}") from error
+    # For float32, Trainer would use the configuration of accelerate launch.
+    names = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
+    arguments.mixed_precision = names[settings.precision]
+    return arguments
+
+
+def _known_arguments(settings: TrainingRecipe) -> dict[str, Any]:
+    """Arguments that the section training determines, or that reliable checkpoints need."""
+    # Renamed during Transformers 5.
+    checkpointing = {"activation_checkpointing", "gradient_checkpointing"}
+    names = checkpointing & {item.name for item in fields(TrainingArguments)}
+    return {
+        "max_steps": settings.steps,
+        "per_device_train_batch_size": settings.micro_batch_size,
+        "per_device_eval_batch_size": settings.micro_batch_size,
+        "learning_rate": settings.learning_rate,
+        "adam_beta1": settings.beta1,
+        "adam_beta2": settings.beta2,
+        "weight_decay": settings.weight_decay,
+        "max_grad_norm": settings.max_grad_norm,
+        "bf16": settings.precision == "bfloat16",
+        "fp16": settings.precision == "float16",
+        "seed": settings.seed,
+        "data_seed": settings.seed,
+        "save_steps": settings.save_every,
+        "save_total_limit": None,  # `_save_checkpoint` removes old ones
+        "logging_steps": settings.log_every,
+        "logging_first_step": True,
+        "logging_nan_inf_filter": False,
+        # `shown` adds TensorBoard's callback, with the folder of the run.
+        "report_to": [name for name in settings.report_to if name != "tensorboard"] or "none",
+        "remove_unused_columns": False,
+        "dataloader_drop_last": True,
+        # A resumed run continues with the next block.
+        "ignore_data_skip": False,
+        min(names): settings.gradient_checkpointing,
+        "torch_compile": settings.compile,
+        "use_cpu": not torch.accelerator.is_available(),
+    }
 
 
 def saved_dtype(recipe: Recipe) -> torch.dtype | None:
@@ -128,28 +205,23 @@ class Run:
     """A run that is ready to train."""
 
     recipe: Recipe
+    settings: dict[str, Any]  # all fields of the recipe, for the record
     output: Path
+    folders: list[Path]  # of every stage, with its checkpoints
     arguments: list[TrainingArguments]  # of every stage
     dtype: torch.dtype | None  # to save the model in
-    tokenizer: PreTrainedTokenizerBase
     data: TrainingData
+    saved: list[tuple[Path | None, TrainerState]]  # what every stage resumes from
     callbacks: Sequence[TrainerCallback]
 
-    def folder(self, number: int) -> Path:
-        """Where the checkpoints of a stage are."""
-        return stage_folder(self.recipe, self.output, number)
 
-    def start_of(self, number: int) -> PreTrainedModel:
-        """The model that a stage starts from: the recipe's, or that of the stage before."""
-        if number == 0:
-            return make_model(self.recipe, self.tokenizer)
-        return load_model(self.folder(number - 1), device=str(PartialState().device))
+# Fit: one stage after another
 
 
-def measure_start(run: Run) -> None:
-    """Write the validation of ``model.start``, if there are both, into the run folder, once."""
-    name, path, state = run.recipe.model.start, run.output / START_FILE, PartialState()
-    if name is None or run.data.validation is None or path.is_file():
+def measure_start(run: Run, name: str) -> None:
+    """Write the validation of the start into the run folder, once."""
+    path, state = run.output / START_FILE, PartialState()
+    if path.is_file():
         return
     trainer = RecipeTrainer(
         run.recipe.training,
@@ -164,55 +236,59 @@ def measure_start(run: Run) -> None:
         write_json(path, {"name": Path(name).name, **measured})
 
 
-# Fit: one stage after another
-
-
 def fit(run: Run, number: int) -> Summary:
     """Train a stage from its last checkpoint, or its start, and save its model; its summary."""
     gc.collect()  # the trainer and the model of the previous stage refer to each other
-    recipe, folder, state = run.recipe, run.folder(number), PartialState()
-    stage, is_last = recipe.run_stages[number], number + 1 == len(recipe.run_stages)
+    recipe, folder, state = run.recipe, run.folders[number], PartialState()
+    stage, settings = recipe.run_stages[number], recipe.schedules[number]
+    arguments, is_last = run.arguments[number], number + 1 == len(run.folders)
     if number and state.is_main_process:
         # Optimizer states, twice as large as the weights, are no longer needed.
-        shutil.rmtree(run.folder(number - 1) / "checkpoints", ignore_errors=True)
+        shutil.rmtree(run.folders[number - 1] / "checkpoints", ignore_errors=True)
     if (folder / STAGE_FILE).is_file():
         return read_json(folder / STAGE_FILE)
-    settings = stage.settings(recipe.training)
     set_seed(settings.seed)
-    resume, before = last_state(folder / "checkpoints")
-    whole = run.start_of(number)
+    resume, before = run.saved[number]
+    if number == 0:
+        whole = make_model(recipe, run.data.tokenizer)
+    else:
+        whole = load_model(run.folders[number - 1], device=str(state.device))
     parameters, model = whole.num_parameters(), choose_parameters(whole, stage)
     trained = model.num_parameters(only_trainable=True)
     sizes = {"parameters": parameters, "trained": trained, "trained_share": trained / parameters}
     if state.is_main_process:
-        log.info("%s: %s", folder, _start(settings, sizes, resume and before.global_step))
+        log.info(
+            "%s: %s parameters%s on %s, %s steps of %s blocks, %s",
+            folder,
+            f"{parameters:,}",
+            "" if trained == parameters else f" ({trained:,} of them trained)",
+            state.device,
+            f"{settings.steps:,}",
+            f"{settings.global_batch_size:,}",
+            f"resuming from step {before.global_step:,}" if resume else "from the first step",
+        )
     learns = stage.objective != "next_token"
     objective = teacher_loss(load_teacher(recipe), model, stage.objective) if learns else None
     with objective or nullcontext() as loss:
         trainer = RecipeTrainer(
             settings,
-            run.arguments[number],
+            arguments,
             loss=loss,
             retrieval=run.data.retrieval,
-            callbacks=run.callbacks,
+            callbacks=[*shown(arguments, settings.report_to, run.data.retrieval), *run.callbacks],
             model=model,
             train_dataset=run.data.stages[number],
             eval_dataset=run.data.validation,
         )
         seconds = trainer.train_to_the_end(resume, before)
-    tokens = settings.global_batch_size * recipe.data.block_length
-    done = settings.steps - before.global_step
+    place, dtype = (run.output, run.dtype) if is_last else (folder, None)
+    trainer.save_trained(run.data.tokenizer, place, dtype)
     summary = {
         **{name: getattr(stage, name) for name in ("name", "train", "objective")},
-        "steps": settings.steps,
-        "tokens": settings.steps * tokens,
         **sizes,
-        "seconds": seconds if resume is None else None,  # of the whole stage
-        "throughput": {"tokens_per_second": done * tokens / seconds} if seconds else None,
         **trainer.curves(),
+        **_cost(settings, recipe.data.block_length, resume and before.global_step, seconds),
     }
-    place, dtype = (run.output, run.dtype) if is_last else (folder, None)
-    trainer.save_trained(run.tokenizer, place, dtype)
     if state.is_main_process and not is_last:
         with catch_write_errors(folder, trainer.describe_saved):
             write_json(folder / STAGE_FILE, summary)
@@ -220,14 +296,17 @@ def fit(run: Run, number: int) -> Summary:
     return summary
 
 
-def _start(settings: TrainingRecipe, sizes: dict[str, float], resumed: int | None) -> str:
-    """What a stage trains, and from which step, in a few words."""
-    few = "" if sizes["trained_share"] == 1 else f" ({sizes['trained']:,} of them trained)"
-    from_step = "from the first step" if resumed is None else f"resuming from step {resumed:,}"
-    return (
-        f"{sizes['parameters']:,} parameters{few} on {PartialState().device}, {settings.steps:,} "
-        f"steps of {settings.global_batch_size:,} blocks, {from_step}"
-    )
+def _cost(
+    settings: TrainingRecipe, length: int, resumed: int | None, seconds: float | None
+) -> Summary:
+    """Steps and tokens of a stage, and its seconds, which are known if it was not interrupted."""
+    tokens, done = settings.global_batch_size * length, settings.steps - (resumed or 0)
+    return {
+        "steps": settings.steps,
+        "tokens": settings.steps * tokens,
+        "seconds": seconds if resumed is None else None,
+        "throughput": {"tokens_per_second": done * tokens / seconds} if seconds else None,
+    }
 
 
 # Summarise: the record that marks the run as finished
@@ -249,7 +328,7 @@ def summarise(run: Run, stages: list[Summary]) -> None:
         "seconds": None if None in seconds else sum(seconds),  # None if the run was interrupted
         "throughput": stages[-1]["throughput"],  # of the last stage
         **curves,
-        "recipe": all_fields(recipe),
+        "recipe": run.settings,
         "seed": recipe.training.seed,
         "environment": describe_environment(),
     }

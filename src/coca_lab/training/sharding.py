@@ -1,6 +1,5 @@
 """FSDP2, which needs more than the configuration of Accelerate."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,11 @@ from transformers import TrainingArguments
 from coca_attention.errors import UserError
 
 
-def prepare_sharding(accelerator: Accelerator, arguments: TrainingArguments) -> None:
+def prepare_sharding(
+    accelerator: Accelerator, arguments: TrainingArguments, is_sharded: bool
+) -> None:
     """Adjust a new Accelerator where FSDP is configured; UserError if it cannot be used so."""
     parallel = accelerator.parallelism_config
-    launched = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    is_sharded = launched or arguments.fsdp_plugin_args is not None
     plugin: Any = getattr(accelerator.state, "fsdp_plugin", None) if is_sharded else None
     if parallel is not None and parallel.non_data_parallel_size > 1:
         raise UserError(

@@ -1,36 +1,72 @@
-"""From a recipe to blocks: the texts that it names, their tokenizer, and the order of reading."""
+"""What a run reads: from the texts that a recipe names, by their tokens, to blocks in an order."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
-from torch.utils.data import ConcatDataset, Subset
+import torch
+from accelerate import PartialState
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset, Subset
 from transformers import PreTrainedTokenizerBase
 
 from coca_attention.errors import UserError, error_prefix
-from coca_lab.data import (
-    BlockDataset,
-    Document,
-    held_out,
+from coca_lab.data.documents import DataError, Document, text_fingerprint
+from coca_lab.data.tasks import (
+    encoder,
+    passkey_block,
+    recall_block,
+    recall_vocabulary,
+    vocabulary_text,
+)
+from coca_lab.data.text import (
+    TOKENIZER_CHARACTERS,
+    end_of_text,
     load_tokenizer,
     tokenise,
     train_tokenizer,
+    up_to,
 )
-from coca_lab.data.blocks import (
-    TaskBlocks,
-    apportion,
-    block_order,
-    mixture_order,
-    spread_evenly,
-)
-from coca_lab.data.tasks import vocabulary_text
-from coca_lab.data.text import TOKENIZER_CHARACTERS, end_of_text, up_to
 from coca_lab.files import writing
-from coca_lab.recipe import TEXT, Recipe, Text
+from coca_lab.fingerprints import fingerprint, model_fingerprint
+from coca_lab.recipe import TEXT, Recipe
+from coca_lab.recipe_sections import VALIDATION
 from coca_lab.training.folder import TOKENIZER, Digest
 from coca_lab.training.retrieval import Retrieval, load_retrieval
+
+
+def inputs_of(recipe: Recipe, start: str = "") -> dict[str, str]:
+    """Fingerprints of the texts and models that a recipe names, by what they are.
+
+    That of the start may be given, for one that is yet to be trained. UserError if one is missing.
+    """
+    data, model, inputs = recipe.data, recipe.model, dict[str, str]()
+    for text in recipe.texts:
+        if text.what not in inputs:
+            with error_prefix(text.where):
+                inputs[text.what] = text_fingerprint(text.source.source)
+    for name, path in (("tokenizer", data.tokenizer), ("teacher", model.teacher)):
+        if path is not None:
+            inputs[name] = model_fingerprint(path)
+    if model.start is not None:
+        inputs["start"] = start or model_fingerprint(model.start)
+    return inputs
+
+
+# The tokenizer
+
+
+def tokenizer_key(recipe: Recipe) -> str:
+    """Fingerprint of everything that a newly trained tokenizer depends on."""
+    data, sources = recipe.data, []
+    for text in filter(lambda text: text.trains, recipe.texts):
+        source = text.source
+        about = [source.text_field, source.bad_lines, text.weight]
+        sources.append([text_fingerprint(source.source), *about])
+    about = [data.held_out, data.vocab_size, data.split_digits, bool(data.passkey_share)]
+    return fingerprint([sources, about])
 
 
 def load_run_tokenizer(recipe: Recipe, output: Path) -> PreTrainedTokenizerBase:
@@ -50,15 +86,19 @@ def training_documents(recipe: Recipe) -> Iterator[Document]:
     if recipe.data.passkey_share:
         yield Document("passkey", vocabulary_text())
     for text in filter(lambda text: text.trains, recipe.texts):
-        documents = (d for d in text.source.documents() if not held_out(d, text.held_out))
         with error_prefix(text.where):
+            documents = text.source.documents(text.held_out)
             yield from up_to(text.weight * TOKENIZER_CHARACTERS, documents)
+
+
+# Tokens and blocks
 
 
 @dataclass(frozen=True)
 class TrainingData:
     """Everything that a run reads."""
 
+    tokenizer: PreTrainedTokenizerBase
     stages: list[Subset]  # the blocks of every stage, in order if `Recipe.is_ordered`
     validation: Subset | None  # to measure perplexity on, in whole global batches
     retrieval: Retrieval | None
@@ -71,64 +111,64 @@ class TrainingData:
         return f"{', '.join(counts)}; {max(self.epochs.values()):.2f} passes"
 
 
-def load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> TrainingData:
-    """Tokenise the texts of a recipe, or find them in the cache, and cut them into blocks."""
+def load_data(recipe: Recipe, inputs: Mapping[str, str], output: Path) -> TrainingData:
+    """Tokenise the texts of a recipe, or find them in the cache, and cut them into blocks.
+
+    Args:
+        recipe: The run.
+        inputs: Fingerprints of the texts, from `inputs_of`.
+        output: Folder of the run, for a newly trained tokenizer.
+    """
+    with PartialState().main_process_first():
+        tokenizer = load_run_tokenizer(recipe, output)
     data, batch = recipe.data, recipe.training.global_batch_size
+    length, apart = data.block_length, data.separate_documents
+    asks = recipe.validation.passkeys or recipe.validation.needles
     # Before the text is read, which can take hours.
-    retrieval = load_retrieval(recipe, tokenizer)
+    retrieval = load_retrieval(recipe, tokenizer) if asks else None
     shares = list(data.task_shares.values())
     weights = [source.weight * (1 - sum(shares)) for source in data.mixture.values()]
     # Of a mixture, the blocks of every source and task that have been read before every step.
     read = apportion([*weights, *shares], batch, recipe.steps) if weights else None
     wanted = {} if read is None else dict(zip(data.mixture, read[-1].tolist(), strict=False))
+    wanted[VALIDATION] = recipe.validation.batches * batch
     blocks, validation = dict[str, BlockDataset | TaskBlocks](), None
-    fingerprint = dict[str, Digest]()
+    digests = dict[str, Digest]()
     for text in recipe.texts:
+        most, count = text.max_tokens, wanted.get(text.name)
+        if most is None and count is not None and text.source.source.startswith("hf:"):
+            most = count * length + 1  # of a stream no more than is read, with the last target
         with error_prefix(text.where):
+            tokens = tokenise(
+                text.source,
+                tokenizer,
+                share=text.held_out,
+                from_held_out=text.from_held_out,
+                max_tokens=most,
+                folder=data.token_folder,
+                content=inputs[text.what],
+            )
+            made = BlockDataset(tokens, length, end=end_of_text(tokenizer) if apart else None)
             if text.trains:
-                made = _blocks(text, recipe, tokenizer, wanted.get(text.name))
                 blocks[text.name] = made
             else:
-                count = recipe.validation.batches * batch
-                made = _blocks(text, recipe, tokenizer, count)
-                validation = spread_evenly(made, count)
-        digest = sha256(made.tokens.data).hexdigest()
-        fingerprint[text.name] = {"tokens": len(made.tokens), "sha256": digest}
+                validation = spread_evenly(made, wanted[VALIDATION])
+        digest = sha256(tokens.data).hexdigest()
+        digests[text.name] = {"tokens": len(tokens), "sha256": digest}
     for index, task in enumerate(data.task_shares):
         if read is None:
             count = round(len(blocks[TEXT]) * shares[index] / (1 - sum(shares)))
         else:
             count = max(int(read[-1, len(weights) + index]), 1)
         if count:
-            length, apart = data.block_length, data.separate_documents
             seed = recipe.training.seed
             blocks[task] = TaskBlocks(task, tokenizer, length, count, seed, apart)
     order, epochs = _order(recipe, {name: len(each) for name, each in blocks.items()}, read)
     # Stages read consecutive parts of one order.
-    steps = [stage.settings(recipe.training).steps for stage in recipe.run_stages]
     every = ConcatDataset(blocks.values())
-    parts = np.split(order, batch * np.cumsum(steps)[:-1])
-    stages = [Subset(every, part) for part in parts]  # pyright: ignore[reportArgumentType]
-    return TrainingData(stages, validation, retrieval, fingerprint, epochs)
-
-
-def _blocks(
-    text: Text, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, wanted: int | None
-) -> BlockDataset:
-    """The blocks of a text; of a stream without a limit, no more than are wanted."""
-    data, most = recipe.data, text.max_tokens
-    if most is None and wanted is not None and text.source.source.startswith("hf:"):
-        most = wanted * data.block_length + 1  # with the last target
-    tokens = tokenise(
-        text.source,
-        tokenizer,
-        share=text.held_out,
-        from_held_out=text.from_held_out,
-        max_tokens=most,
-        folder=data.token_folder,
-    )
-    end = end_of_text(tokenizer) if data.separate_documents else None
-    return BlockDataset(tokens, data.block_length, end=end)
+    ends = batch * np.cumsum([settings.steps for settings in recipe.schedules])
+    stages = [Subset(every, part) for part in np.split(order, ends[:-1])]  # pyright: ignore
+    return TrainingData(tokenizer, stages, validation, retrieval, digests, epochs)
 
 
 def _order(
@@ -148,3 +188,145 @@ def _order(
         )
     order = block_order(whole, needed, seed) if recipe.stages else np.arange(whole)
     return order, {TEXT: needed / whole}
+
+
+# Blocks and orders
+
+
+class BlockDataset(Dataset):
+    """Consecutive blocks of a token array; block i predicts tokens i*L + 1 … i*L + L.
+
+    Every item has L inputs and, shifted by one, L targets, so every token of the array except the
+    first is a target once, and the last position of a block is trained like the others.
+
+    Args:
+        tokens: 1-D.
+        length: L in tokens, at least 1.
+        end: Token id of the end of text, to keep documents apart (see `separate_documents`).
+
+    Raises:
+        DataError: If the text is shorter than one block.
+    """
+
+    def __init__(self, tokens: np.ndarray, length: int, *, end: int | None = None) -> None:
+        self.tokens, self.length, self.end = tokens, length, end
+        if len(self) < 1:
+            raise DataError(
+                f"the text has {len(tokens)} tokens, fewer than one block of {length} and its last "
+                "target; use more text or a shorter block_length"
+            )
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        start = index * self.length
+        return _item(self.tokens[start : start + self.length + 1], self.end)
+
+
+class TaskBlocks(Dataset):
+    """Blocks of a task's texts, made when they are read; UserError if none fits into a block."""
+
+    # task: passkey, or recall, of which the answers alone are trained. The seed and the number of a
+    # block determine it.
+    def __init__(
+        self,
+        task: str,
+        tokenizer: PreTrainedTokenizerBase,
+        length: int,
+        count: int,
+        seed: int,
+        separate: bool = False,
+    ) -> None:
+        self.length, self.count, self.seed = length, count, seed
+        self.eos = end_of_text(tokenizer)
+        self.end = self.eos if separate else None
+        self.encode = encoder(tokenizer) if task == "passkey" else None
+        self.vocabulary = recall_vocabulary(tokenizer)
+        self[0]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        size, seed = self.length + 1, (self.seed, index)
+        if self.encode is not None:
+            return _item(passkey_block(self.encode, self.eos, size, seed), self.end)
+        block, is_answer = recall_block(self.vocabulary, self.eos, size, seed)
+        item = _item(block, self.end)
+        ignored = ~torch.from_numpy(is_answer[1:])
+        item["shift_labels"] = item["shift_labels"].masked_fill(ignored, -100)
+        return item
+
+
+def _item(block: np.ndarray, end: int | None) -> dict[str, Tensor]:
+    """L + 1 tokens as L inputs and L targets; with an end of text, documents are kept apart."""
+    tokens = torch.from_numpy(block.astype(np.int64))
+    # `shift_labels` are already aligned with the inputs; Transformers' loss then does not shift
+    # `labels` itself, which would lose the last target.
+    item = {"input_ids": tokens[:-1], "labels": tokens[:-1], "shift_labels": tokens[1:]}
+    return item if end is None else separate_documents(item, end)
+
+
+def separate_documents(item: dict[str, Tensor], end: int) -> dict[str, Tensor]:
+    """Keep the documents of an item apart, which ``end`` follows, and which has no target."""
+    # Positions that restart make Transformers mask attention between documents.
+    ended = item["input_ids"] == end
+    steps = torch.arange(len(ended))
+    starts = torch.zeros_like(steps)
+    starts[1:] = torch.where(ended[:-1], steps[1:], 0).cummax(0).values
+    targets = item["shift_labels"].masked_fill(ended, -100)
+    return {**item, "shift_labels": targets, "position_ids": steps - starts}
+
+
+def spread_evenly(blocks: BlockDataset, count: int) -> Subset:
+    """Blocks to validate on, spread evenly over a text; UserError if it has too few."""
+    if len(blocks) < count:
+        raise UserError(
+            f"the text makes {len(blocks)} blocks, fewer than {count} for validation.batches; use "
+            "more text or fewer batches"
+        )
+    return Subset(blocks, [index * len(blocks) // count for index in range(count)])
+
+
+def block_order(blocks: int, needed: int, seed: int) -> np.ndarray:
+    """Order in which stages read their blocks, (needed,) int64: one permutation after another."""
+    generator = np.random.default_rng(seed)
+    passes = -(-needed // blocks)
+    return np.concatenate([generator.permutation(blocks) for _ in range(passes)])[:needed]
+
+
+def apportion(weights: list[float], batch: int, steps: int) -> np.ndarray:
+    """Blocks of each source that have been read before every step, (steps + 1, sources), int64."""
+    # Row s sums to s * batch. Later steps compensate for rounding: a source is never a whole block
+    # ahead of its share, and no count ever decreases.
+    shares = np.array(weights) / sum(weights)
+    read = np.zeros((steps + 1, len(shares)), dtype=np.int64)
+    for step in range(1, steps + 1):
+        due = shares * step * batch
+        # Start safely below what is due, then give each missing block to the largest deficit.
+        counts = np.maximum(read[step - 1], np.floor(due).astype(np.int64) - len(shares))
+        for _ in range(step * batch - int(counts.sum())):
+            counts[np.argmax(due - counts)] += 1
+        read[step] = counts
+    return read
+
+
+def mixture_order(sizes: Sequence[int], read: np.ndarray, seed: int) -> np.ndarray:
+    """Indices into concatenated sources of these sizes, in the order of a run that reads so much.
+
+    ``read`` is from `apportion`. Each source is read in passes: a pass has each of its blocks once,
+    in a new random order.
+    """
+    steps, sources = len(read) - 1, len(sizes)
+    source_of = np.repeat(np.tile(np.arange(sources), steps), np.diff(read, axis=0).ravel())
+    order = np.empty(len(source_of), dtype=np.int64)
+    for source, size in enumerate(sizes):
+        wanted = source_of == source
+        passes = range(-(-int(wanted.sum()) // size))
+        permutations = [np.random.default_rng([seed, source, n]).permutation(size) for n in passes]
+        blocks = np.concatenate(permutations) if permutations else np.empty(0, dtype=np.int64)
+        order[wanted] = sum(sizes[:source]) + blocks[: wanted.sum()]
+    return order

@@ -1,13 +1,18 @@
-"""Transformers' Trainer with the paper's schedule, a stop at NaN, and reliable checkpoints."""
+"""Transformers' Trainer with the paper's schedule, stops at NaN or a signal, reliable files."""
 
 import math
+import os
 import shutil
+import signal
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -29,26 +34,103 @@ from coca_attention.errors import UserError
 from coca_lab.files import put_in_place
 from coca_lab.loading import no_progress_bars, without_warnings
 from coca_lab.recipe_sections import TrainingRecipe
-from coca_lab.training.callbacks import LogLastStep, StopOnSignal, shown
-from coca_lab.training.checkpoints import (
+from coca_lab.training.folder import (
+    Summary,
     catch_write_errors,
     last_checkpoint,
     reads_checkpoint,
     sorted_checkpoints,
     writing_checkpoint,
 )
-from coca_lab.training.folder import Summary
 from coca_lab.training.objectives import Loss
 from coca_lab.training.retrieval import Retrieval
-from coca_lab.training.settings import learning_rate_share
 from coca_lab.training.sharding import check_kind, prepare_sharding
 
 UNLOGGED = "unlogged"
 """In the state of a checkpoint, the losses that `RecipeTrainer.log` has yet to log."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ONE_SIGNAL = 1.0
+"""Seconds within which further signals count as the first: torchrun passes Ctrl-C on to processes
+that the terminal has already sent it to."""
 
 
 class TrainingDiverged(UserError):
     """The loss or a weight is no longer finite; such weights are never saved."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal has ended the work and determines the exit code; the message says what is saved."""
+
+    def __init__(self, message: str, number: int = signal.SIGINT) -> None:
+        super().__init__(message)
+        self.signal = number
+
+
+class StopOnSignal(TrainerCallback):
+    """In its ``with`` block, a signal ends training after the step, which is saved."""
+
+    # All processes stop after the same step, whichever of them received the signal; a second one
+    # raises `Interrupted` at once.
+    # Transformers' `enable_jit_checkpoint` reacts to SIGTERM alone, after three seconds, and may
+    # save before the optimizer's step, when the random state is already that of the next.
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.signal: int | None = None
+        self.stopped = False
+
+    def __enter__(self) -> "StopOnSignal":
+        main = threading.current_thread() is threading.main_thread()
+        self.before = {n: signal.signal(n, self._receive) for n in SIGNALS if main}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _frame: object) -> None:
+        now = time.monotonic()
+        if self.signal is None:
+            self.signal, self.since = number, now
+            if self.accelerator.is_main_process:
+                # Not by print, which the signal may have interrupted.
+                text = "\ncoca: training ends after this step; once more ends it at once\n"
+                os.write(2, text.encode())
+        elif now - self.since >= ONE_SIGNAL:
+            raise Interrupted(
+                "training ended within a step; the same command continues from the last "
+                "checkpoint, if there is one",
+                number,
+            )
+
+    def requested(self) -> bool:
+        """Whether any process has received a signal; all processes have to ask."""
+        if not self.stopped:
+            if self.signal is not None:
+                self.accelerator.set_trigger()
+            self.stopped = self.accelerator.check_trigger()
+        return self.stopped
+
+    def interrupted(self, message: str) -> Interrupted:
+        """What to raise once training has ended."""
+        return Interrupted(message, self.signal or signal.SIGTERM)
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if self.requested():
+            control.should_save = control.should_training_stop = True
+
+    on_evaluate = on_step_end  # before the step's checkpoint would be saved
+
+
+def learning_rate_share(step: int, settings: TrainingRecipe) -> float:
+    """Learning rate of a step, 0 … steps - 1, as a share of the peak: a line up, a line down."""
+    # From paper §3.3. Trainer's schedulers begin at 0 and end at 0, or one step later.
+    start = settings.initial_learning_rate / settings.learning_rate
+    warmup = round(settings.warmup_share * settings.steps)
+    if step < warmup:
+        return start + (1 - start) * step / warmup
+    decay = max(settings.steps - 1 - warmup, 1)
+    return 1 - (1 - settings.final_share) * min((step - warmup) / decay, 1.0)
 
 
 class RecipeTrainer(Trainer):
@@ -70,7 +152,10 @@ class RecipeTrainer(Trainer):
             super().__init__(args=arguments, **kwargs)
         except (ValueError, ImportError, RuntimeError) as error:
             raise UserError(f"the Trainer rejects these settings: {error}") from error
-        prepare_sharding(self.accelerator, arguments)
+        launched = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+        sharded = launched or arguments.fsdp_plugin_args is not None
+        if sharded or self.accelerator.parallelism_config is not None:
+            prepare_sharding(self.accelerator, arguments, sharded)
         if self.is_fsdp_enabled:
             # Accelerate leaves autocast to FSDP, whose casts `prepare_sharding` turns off.
             assert self.model is not None
@@ -81,9 +166,7 @@ class RecipeTrainer(Trainer):
         self.unlogged: Tensor | float = 0.0  # the sum of the losses since the last logged
         for default in (ProgressCallback, PrinterCallback):
             self.remove_callback(default)
-        if self.train_dataset is not None:
-            callbacks = (*shown(arguments, settings.report_to, retrieval), *callbacks)
-        for callback in (LogLastStep(), *callbacks):
+        for callback in callbacks:
             self.add_callback(callback)
 
     def train_to_the_end(self, checkpoint: Path | None, before: TrainerState) -> float | None:

@@ -13,9 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coca_attention.errors import UserError
-from coca_lab.data.blocks import BlockDataset, TaskBlocks, apportion, mixture_order, spread_evenly
 from coca_lab.data.tasks import recall_block, recall_text, recall_vocabulary
 from coca_lab.evaluation.recall import RecallSettings, read_texts
+from coca_lab.training.texts import (
+    BlockDataset,
+    TaskBlocks,
+    apportion,
+    mixture_order,
+    spread_evenly,
+)
 
 VOCABULARY = range(10, 210)
 

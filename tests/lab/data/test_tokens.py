@@ -36,7 +36,7 @@ class InMemory(SourceSettings):
     """Documents that are in no file."""
 
     def __init__(self, documents):
-        self.documents = lambda: iter(documents)
+        self.documents = lambda *_, **__: iter(documents)
         super().__init__()
 
 
@@ -168,8 +168,8 @@ def test_a_cache_is_complete_or_written_again_after_a_kill(source, tokenizer, tm
 class Growing(SourceSettings):
     """Changes while it is read."""
 
-    def documents(self):
-        yield from super().documents()
+    def documents(self, *args, **kwargs):
+        yield from super().documents(*args, **kwargs)
         (Path(self.source) / "0.txt").write_text("another text")
 
 
@@ -184,10 +184,10 @@ def test_sources_and_disks_that_fail_leave_no_cache(source, tokenizer, tmp_path,
     with pytest.raises(UserError, match=r"cannot be stored here: Not a directory.*data\.cache"):
         tokenise(source, tokenizer, folder=tmp_path / "file")
 
-    def full(*_):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(text_module, "_write", full)
+    monkeypatch.setattr(text_module, "tqdm", full)
     with pytest.raises(UserError, match=r"No space left on device; free disk.* data\.cache"):
         tokenise(source, tokenizer, folder=tmp_path / "cache")
     assert files(tmp_path) == []

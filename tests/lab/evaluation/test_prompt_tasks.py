@@ -12,7 +12,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from coca_lab.arguments import checked
 from coca_lab.data import Document, train_tokenizer
-from coca_lab.data.blocks import TaskBlocks
 from coca_lab.data.tasks import (
     FILLER,
     PASSKEY_QUESTION,
@@ -30,6 +29,7 @@ from coca_lab.evaluation.retrieval import PASSKEY_TASK, RULER_TASK, PasskeySetti
 from coca_lab.recipe import Recipe
 from coca_lab.studies import load_study, run_study
 from coca_lab.training.retrieval import load_retrieval
+from coca_lab.training.texts import TaskBlocks
 from commands import run
 from conftest import tiny_model
 

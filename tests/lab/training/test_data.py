@@ -11,11 +11,10 @@ from torch.utils.data import DataLoader
 
 import runs
 from coca_attention.errors import UserError
-from coca_lab.data import BlockDataset, DataError, SourceSettings, tokenise
-from coca_lab.data.blocks import TaskBlocks
-from coca_lab.training.folder import inputs_of
+from coca_lab.data import DataError, SourceSettings, tokenise
+from coca_lab.training import BlockDataset
 from coca_lab.training.model import check_separable
-from coca_lab.training.texts import load_data, load_run_tokenizer, training_documents
+from coca_lab.training.texts import TaskBlocks, inputs_of, load_run_tokenizer, training_documents
 from conftest import CONFIGS, some_text, tiny_model
 
 
@@ -45,7 +44,7 @@ def test_one_source_gives_consecutive_blocks_in_whole_batches(text_folder, token
     expected = BlockDataset(tokens, 16)
     for cache, steps in ((str(tmp_path), 30), (str(tmp_path), 9), ("null", 30)):
         chosen = recipe(data__source=text_folder, data__cache=cache, training__steps=steps)
-        data = load_data(chosen, tokenizer)
+        data = runs.data_of(chosen, tokenizer)
         sha256 = hashlib.sha256(tokens.data).hexdigest()
         assert data.fingerprint == {"text": {"tokens": len(tokens), "sha256": sha256}}
         (found,) = data.stages
@@ -61,7 +60,7 @@ def test_one_source_gives_consecutive_blocks_in_whole_batches(text_folder, token
 
 def test_a_mixture_has_the_shares_of_its_recipe(sources, tokenizer):
     """In every step, with those of passkey texts."""
-    data = load_data(recipe(sources, data__block_length=300, data__passkey_share=0.5), tokenizer)
+    data = runs.data_of(recipe(sources, data__block_length=300, data__passkey_share=0.5), tokenizer)
     found = data.stages[0]
     assert len(found) == 30 * 8
     assert isinstance(found.dataset.datasets[2], TaskBlocks)
@@ -77,7 +76,7 @@ def test_a_mixture_has_the_shares_of_its_recipe(sources, tokenizer):
 
 def test_recall_takes_its_share_of_the_blocks_of_a_text(text_folder, tokenizer):
     tasks = {"data__source": text_folder, "data__tasks": "{recall: 0.4}"}
-    blocks = load_data(recipe(**tasks, data__block_length=32), tokenizer).stages[0]
+    blocks = runs.data_of(recipe(**tasks, data__block_length=32), tokenizer).stages[0]
     masked = [bool((blocks[i]["shift_labels"] == -100).any()) for i in range(len(blocks))]
     assert abs(np.mean(masked) - 0.4) < 0.02
 
@@ -91,7 +90,7 @@ def test_a_stream_in_a_mixture_is_read_as_far_as_its_share_needs(sources, tokeni
     sources["text"]["source"] = f"hf:{folder}"
     for limit, expected in ((None, 180 * 16 + 1), (100, 100)):
         sources["text"]["max_tokens"] = limit
-        data = load_data(recipe(sources), tokenizer)
+        data = runs.data_of(recipe(sources), tokenizer)
         assert data.fingerprint["text"]["tokens"] == expected
 
 
@@ -109,13 +108,13 @@ def test_missing_and_empty_sources_are_rejected_by_name(sources, tokenizer, tmp_
     (tmp_path / "empty.jsonl").write_text("")
     sources["code"]["source"] = str(tmp_path / "empty.jsonl")
     with pytest.raises(DataError, match=r"data\.mixture\.code: .*the file is empty"):
-        load_data(recipe(sources), tokenizer)
+        runs.data_of(recipe(sources), tokenizer)
     with pytest.raises(DataError, match=r"data\.mixture\.code: .*the file is empty"):
         list(training_documents(recipe(sources)))
     (tmp_path / "short.txt").write_text("few")
     sources["code"]["source"] = str(tmp_path / "short.txt")
     with pytest.raises(DataError, match=r"code: the text has .* fewer than one block"):
-        load_data(recipe(sources), tokenizer)
+        runs.data_of(recipe(sources), tokenizer)
 
 
 def test_a_tokenizer_is_trained_once_and_saved_whole(text_folder, tmp_path, monkeypatch):
@@ -144,7 +143,7 @@ def batches(dataset, processes: int, process: int, skipped: int = 0) -> list[lis
 def test_processes_read_disjoint_parts_of_the_same_batch_and_resume_with_the_next_block(
     sources, tokenizer
 ):
-    found, again = (load_data(recipe(sources), tokenizer).stages[0] for _ in range(2))
+    found, again = (runs.data_of(recipe(sources), tokenizer).stages[0] for _ in range(2))
     one = batches(found, 1, 0)
     parts = [batches(found, 2, process) for process in range(2)]
     assert len(one) == 30 and one == [a + b for a, b in zip(*parts, strict=True)]

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from coca_attention.errors import UserError
 from coca_lab.training import as_yaml, last_checkpoint, load_recipe, read_summary, retrieval, train
-from coca_lab.training.checkpoints import catch_read_errors, catch_write_errors
+from coca_lab.training.folder import catch_read_errors, catch_write_errors
 from coca_lab.training.sharding import check_kind, prepare_sharding
 from conftest import VOCABULARY
 from families import FAMILIES, vanilla
@@ -319,9 +319,9 @@ def test_configurations_that_are_not_supported(monkeypatch, plugin, parallel, co
         parallelism_config=ParallelismConfig(**parallel),
         gradient_state=SimpleNamespace(plugin_kwargs={}),
     )
-    arguments: Any = SimpleNamespace(torch_compile=compiled, fsdp_plugin_args=None)
+    arguments: Any = SimpleNamespace(torch_compile=compiled)
     with nullcontext() if message is None else pytest.raises(UserError, match=message):
-        prepare_sharding(accelerator, arguments)
+        prepare_sharding(accelerator, arguments, is_sharded=True)
     assert accelerator.gradient_state.plugin_kwargs == (
         {"sync_each_batch": True} if message is None else {}
     )

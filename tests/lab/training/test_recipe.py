@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 from coca_attention.errors import UserError
 from coca_attention.models.configuration import attention_of, rotation
 from coca_attention.ops import FORMS
-from coca_lab import recipe_sections
 from coca_lab.recipe import DataRecipe, ModelRecipe, Recipe
 from coca_lab.recipe_sections import TrainingRecipe
 from coca_lab.studies import load_study
 from coca_lab.training import as_yaml, load_recipe
 from coca_lab.training.model import _load_start, model_config
-from coca_lab.training.settings import learning_rate_share, training_arguments
+from coca_lab.training.run import training_arguments
+from coca_lab.training.trainer import learning_rate_share
 from families import vanilla
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -30,8 +30,8 @@ def test_every_committed_recipe_loads():
     assert len(found) >= 3
     for path in found:
         recipe = load_recipe(path)
-        for stage in recipe.run_stages:
-            training_arguments(recipe, stage, Path("unused"))
+        for settings in recipe.schedules:
+            training_arguments(recipe, settings, Path("unused"))
 
 
 def test_the_recommended_recipe_is_the_one_that_the_study_ran(tmp_path):
@@ -49,8 +49,7 @@ def test_the_papers_llama_recipes_say_what_the_paper_says():
     """Section 3.3 and App. B.4: 15,000 steps a stage of 7.5 billion tokens, 6,000 steps of PI."""
     stages = load_recipe(RECIPES / "llama-7b-three-stages.yaml")
     assert [stage.train for stage in stages.stages] == ["t", "qtv", "all"]
-    for stage in stages.stages:
-        settings = stage.settings(stages.training)
+    for stage, settings in zip(stages.stages, stages.schedules, strict=True):
         assert (settings.steps, settings.global_batch_size) == (15000, 32 * 8)
         assert stage.objective == "next_token"
     assert stages.data.block_length == 2048
@@ -203,7 +202,7 @@ def test_a_recipe_made_in_python_is_checked_too():
 
 
 def test_lora_without_peft_is_rejected(monkeypatch):
-    monkeypatch.setattr(recipe_sections, "find_spec", lambda name: None)
+    monkeypatch.setattr("coca_lab.recipe.find_spec", lambda name: None)
     with pytest.raises(UserError, match="stage 'x': lora needs peft"):
         load_recipe(None, ["--stages=[{name: x, train: lora}]"])
 
@@ -231,14 +230,14 @@ def test_the_recipes_of_the_documentation_load(tmp_path):
 def test_arguments_that_do_not_fit(tmp_path, word, processes, message):
     recipe = load_recipe(None, [f"--training.{word}"])
     with pytest.raises(UserError, match=message):
-        training_arguments(recipe, *recipe.run_stages, tmp_path, processes)
+        training_arguments(recipe, *recipe.schedules, tmp_path, processes)
 
 
 def test_accumulation_fills_the_batch_and_precision_is_the_recipes(monkeypatch, tmp_path):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     chosen = TrainingRecipe(precision="float32", compile=True, gradient_checkpointing=True)
     recipe = Recipe(training=chosen)
-    arguments = training_arguments(recipe, *recipe.run_stages, tmp_path, processes=8)
+    arguments = training_arguments(recipe, *recipe.schedules, tmp_path, processes=8)
     assert arguments.torch_compile and arguments.gradient_checkpointing
     assert arguments.gradient_accumulation_steps == 2  # the paper's 256 over 8 GPUs
     assert arguments.per_device_train_batch_size == 16
@@ -256,8 +255,9 @@ def configured(attention, body="gpt_neox", **fields):
     """The configuration of a new model with 4 heads of 8 for blocks of 64 tokens."""
     sizes = {"hidden_size": 32, "num_layers": 5, "num_heads": 4}
     model = ModelRecipe(attention, body, **sizes, **fields)
-    model.check()
-    return model_config(Recipe(model, DataRecipe(block_length=64)), 100)
+    recipe = Recipe(model, DataRecipe(block_length=64))
+    recipe.check()
+    return model_config(recipe, 100)
 
 
 KINDS = [("strict", 0), ("slack", 0), ("rope", 4)]

@@ -21,14 +21,14 @@ from coca_attention.errors import UserError
 from coca_lab.training import (
     TrainingDiverged,
     as_yaml,
-    callbacks,
     is_finished,
     last_checkpoint,
     load_recipe,
     read_summary,
     train,
+    trainer,
 )
-from coca_lab.training.checkpoints import UNFINISHED
+from coca_lab.training.folder import UNFINISHED
 from commands import run
 from conftest import some_text
 from covering import mostly_slow
@@ -265,7 +265,7 @@ def test_a_signal_saves_the_step_in_which_it_came(
     """The command names it, and the resumed run ends with the same weights."""
     number = getattr(signal, name)
     stop = AtStep(10, twice(number), begin=True)
-    monkeypatch.setattr(callbacks, "ONE_SIGNAL", math.inf)
+    monkeypatch.setattr(trainer, "ONE_SIGNAL", math.inf)
     monkeypatch.setattr("coca_lab.training.train", partial(train, callbacks=[stop]))
     before = signal.getsignal(number)
     if name == "SIGTERM":  # must not end the tests if nothing handles it
@@ -284,7 +284,7 @@ def test_a_signal_saves_the_step_in_which_it_came(
 
 
 def test_a_second_signal_ends_a_step_at_once(output, text_folder, monkeypatch):
-    monkeypatch.setattr(callbacks, "ONE_SIGNAL", 0.0)
+    monkeypatch.setattr(trainer, "ONE_SIGNAL", 0.0)
     before = signal.getsignal(signal.SIGINT)
     stop = AtStep(10, twice(signal.SIGINT), begin=True)
     with pytest.raises(KeyboardInterrupt, match="within a step"):

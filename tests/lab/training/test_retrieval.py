@@ -7,7 +7,6 @@ import torch
 from accelerate import PartialState
 
 from coca_attention.errors import UserError
-from coca_lab.data import load_tokenizer
 from coca_lab.data.tasks import PASSKEY_ANSWER, encoder
 from coca_lab.evaluation import Model, evaluate
 from coca_lab.evaluation.retrieval import PASSKEY_TASK, PasskeySettings
@@ -15,7 +14,7 @@ from coca_lab.report.cells import Run
 from coca_lab.report.training import training_sections
 from coca_lab.training import load_recipe, read_summary, train
 from coca_lab.training import retrieval as module
-from coca_lab.training.retrieval import SEED, Retrieval, load_retrieval
+from coca_lab.training.retrieval import SEED, load_retrieval
 from coca_lab.training.run import what_was_kept
 from coca_lab.training.texts import load_data
 from conftest import tiny_model
@@ -33,7 +32,7 @@ def asked(**validation):
 def learned(tokenizer):
     """A model that has learned the answers to three of four prompts by heart, and the prompts."""
     retrieval = load_retrieval(asked(passkeys=4), tokenizer)
-    assert retrieval is not None and list(retrieval.questions) == [f"passkey_{LENGTH}"]
+    assert list(retrieval.questions) == [f"passkey_{LENGTH}"]
     encode, prompts = encoder(tokenizer), retrieval.questions[f"passkey_{LENGTH}"].prompts
     answers = [encode(PASSKEY_ANSWER.format(key=prompt.facts["key"])) for prompt in prompts[:3]]
     longest = max(map(len, answers)) + 1
@@ -87,21 +86,19 @@ def test_processes_share_the_prompts(learned, monkeypatch, processes):
 
 def test_needles_and_lengths(tokenizer):
     retrieval = load_retrieval(asked(needles=2, lengths="[700]"), tokenizer)
-    assert isinstance(retrieval, Retrieval)
     sizes = {n: [len(p.ids) for p in asked.prompts] for n, asked in retrieval.questions.items()}
     tasks = ("niah_single_1", "niah_multikey_2")
     assert sizes == {f"{task}_700": [700 - 128] * 2 for task in tasks}
     assert retrieval.shares(tiny_model("strict")) == dict.fromkeys(sizes, 0.0)
     described = retrieval.describe()["niah_multikey_2_700"]
     assert described == {"what": "niah_multikey_2", "length": 700, "prompts": 2}
-    assert load_retrieval(asked(), tokenizer) is None
 
 
 def test_a_length_without_room_is_refused_before_the_text_is_read(base, text_folder, tmp_path):
     path = write_recipe(base, text_folder, tmp_path / "recipe.yaml", TEACHER)
     unread = load_recipe(path, ["--validation.passkeys=1", "--data.source=missing"])
     with pytest.raises(UserError, match=r"validation\.passkeys: a text of 16 tokens is too short"):
-        load_data(unread, load_tokenizer(base))
+        load_data(unread, {}, tmp_path)
 
 
 def test_a_run_measures_resumes_and_says_what_was_kept(

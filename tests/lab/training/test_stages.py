@@ -10,15 +10,24 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from coca_attention.errors import UserError
-from coca_lab.data import BlockDataset, load_tokenizer
-from coca_lab.data.blocks import apportion, block_order, mixture_order
+from coca_lab.data import load_tokenizer
 from coca_lab.loading import load_model
 from coca_lab.recipe import StageRecipe
-from coca_lab.training import load_recipe, read_summary, train
+from coca_lab.training import BlockDataset, load_recipe, read_summary, train
 from coca_lab.training.model import choose_parameters, make_model
-from coca_lab.training.texts import load_data
+from coca_lab.training.texts import apportion, block_order, mixture_order
 from families import vanilla
-from runs import PAPER, TEACHER, TRAINING, AtStep, assert_the_same, changed, weights, write_recipe
+from runs import (
+    PAPER,
+    TEACHER,
+    TRAINING,
+    AtStep,
+    assert_the_same,
+    changed,
+    data_of,
+    weights,
+    write_recipe,
+)
 
 
 def test_each_stage_trains_what_it_names_and_leaves_an_ordinary_model(base, staged):
@@ -57,7 +66,7 @@ def measured(folder, recipe):
     """Perplexity on the validation blocks, computed without the Trainer."""
     model = load_model(folder, device="cpu").eval()
     tokenizer = load_tokenizer(recipe.model.start)
-    blocks = [*load_data(recipe, tokenizer).validation]
+    blocks = [*data_of(recipe, tokenizer).validation]
     inputs, targets = (torch.stack([b[n] for b in blocks]) for n in ("input_ids", "shift_labels"))
     assert inputs.shape == (2 * 4, 16)
     with torch.no_grad():
@@ -83,7 +92,7 @@ def test_validation_is_the_next_token_whatever_a_stage_minimises(request, traine
     path, run = request.getfixturevalue(trained_by)
     recipe, summary = load_recipe(path), read_summary(run)
     found = {(e["stage"], e["step"]): e["perplexity"] for e in summary["validation"]}
-    steps = [stage.settings(recipe.training).steps for stage in recipe.stages]
+    steps = [settings.steps for settings in recipe.schedules]
     expected, done = [], 0
     for stage, count in zip(recipe.stages, steps, strict=True):
         within = sorted({*range(0, count, recipe.validation.every), count})
@@ -128,7 +137,7 @@ def test_stages_read_a_mixture_in_its_own_order(base, text_folder, tmp_path):
     content["data"]["mixture"] = {"a": half, "b": dict(half)}
     path.write_text(yaml.safe_dump(content))
     recipe = load_recipe(path)
-    parts = load_data(recipe, load_tokenizer(str(base))).stages
+    parts = data_of(recipe, load_tokenizer(str(base))).stages
     steps = [stage.get("steps", TRAINING["steps"]) for stage in PAPER]
     assert [len(part) for part in parts] == [TRAINING["global_batch_size"] * n for n in steps]
     sizes = [len(source) for source in parts[0].dataset.datasets]

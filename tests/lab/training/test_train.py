@@ -14,10 +14,9 @@ from coca_lab.data import held_out, load_tokenizer, read_documents
 from coca_lab.files import hold
 from coca_lab.training import as_yaml, is_finished, load_recipe, read_summary, train
 from coca_lab.training.folder import claim
-from coca_lab.training.texts import load_data
 from commands import run
 from conftest import some_text
-from runs import changed, recipe, weights
+from runs import changed, data_of, recipe, weights
 
 
 def test_the_result_is_an_ordinary_transformers_folder(trained, text_folder):
@@ -45,7 +44,7 @@ def test_validation_reads_what_is_held_out_from_training(trained, text_folder):
     assert curve[-1]["perplexity"] < 0.9 * curve[0]["perplexity"]
     assert "start" not in read_summary(trained)
     tokenizer = load_tokenizer(str(trained))
-    data = load_data(recipe(text_folder), tokenizer)
+    data = data_of(recipe(text_folder), tokenizer)
     parts = data.stages[0].dataset.datasets[0], data.validation.dataset
     read, measured = (tokenizer.decode(blocks.tokens) for blocks in parts)
     found = {
@@ -55,7 +54,7 @@ def test_validation_reads_what_is_held_out_from_training(trained, text_folder):
         assert (text in measured, text in read) == (is_held_out, not is_held_out)
     assert set(found.values()) == {True, False}
     few = recipe(text_folder, data__max_tokens=100)
-    assert load_data(few, tokenizer).fingerprint["text"]["tokens"] == 100
+    assert data_of(few, tokenizer).fingerprint["text"]["tokens"] == 100
 
 
 def test_the_command_says_what_was_learned(text_folder, tmp_path, capsys):
@@ -141,8 +140,9 @@ def test_whose_folder_it_is(text_folder, tmp_path):
     """Not other files', nor another run's; a start that was killed before it wrote its recipe
     leaves no trace."""
     (tmp_path / ".recipe.yaml.123.partial").write_text("mod")
-    with claim(recipe(text_folder), tmp_path, ()):
-        assert load_recipe(tmp_path / "recipe.yaml") == recipe(text_folder)
+    chosen = recipe(text_folder)
+    with claim(chosen, as_yaml(chosen), {}, tmp_path):
+        assert load_recipe(tmp_path / "recipe.yaml") == chosen
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("precious")
     with pytest.raises(UserError, match="is not a run folder"):
@@ -191,7 +191,7 @@ def test_what_needs_no_text_is_checked_first(text_folder, tmp_path, monkeypatch,
 )
 def test_texts_that_are_too_short(text_folder, tokenizer, changes, message):
     with pytest.raises(UserError, match=message):
-        load_data(recipe(text_folder, **changes), tokenizer)
+        data_of(recipe(text_folder, **changes), tokenizer)
 
 
 def test_what_trainer_refuses_is_one_line(trained, text_folder, tmp_path):
