@@ -51,8 +51,16 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
     if recipe.model.interpolation is not None:
         # Before the length is extended: some rules record it.
         set_rotary_scaling(model, recipe.model.scaling, factor=recipe.model.interpolation)
-    if recipe.model.start is not None:
-        _extend_length(model, recipe)
+    config: Any = model.config.get_text_config()
+    known, length = getattr(config, "max_position_embeddings", None), recipe.data.block_length
+    if recipe.model.start is not None and known is not None and length > known:
+        if recipe.model.interpolation is None and "max_distance" not in rope_parameters(config):
+            raise UserError(
+                f"{recipe.model.start} was made for {known} tokens and block_length is {length}: "
+                f"set model.max_distance, at most {known}, or model.interpolation, for "
+                f"example to {length / known:g}, or use shorter blocks"
+            )
+        config.max_position_embeddings = length
     if recipe.data.separate_documents:
         check_separable(model)
     return model
@@ -90,21 +98,6 @@ def _load_start(recipe: ModelRecipe, start: str) -> PreTrainedModel:
             )
         convert(model, wanted, max_distance=limit)
     return model
-
-
-def _extend_length(model: PreTrainedModel, recipe: Recipe) -> None:
-    """Set a longer training length in the configuration of a trained model."""
-    config: Any = model.config.get_text_config()
-    known, length = getattr(config, "max_position_embeddings", None), recipe.data.block_length
-    if known is not None and length > known:
-        limited = "max_distance" in rope_parameters(config)
-        if recipe.model.interpolation is None and not limited:
-            raise UserError(
-                f"{recipe.model.start} was made for {known} tokens and block_length is {length}: "
-                f"set model.max_distance, at most {known}, or model.interpolation, for "
-                f"example to {length / known:g}, or use shorter blocks"
-            )
-        config.max_position_embeddings = length
 
 
 def choose_parameters(model: PreTrainedModel, stage: StageRecipe) -> Any:

@@ -88,6 +88,11 @@ def train(
         check_finished(recipe, inputs_of(recipe), output, may_change)
         return output
     state = PartialState(cpu=not torch.accelerator.is_available())
+    if state.num_processes == 1 and torch.cuda.device_count() > 1:
+        raise UserError(
+            f"one process cannot use {torch.cuda.device_count()} GPUs: start one process per GPU "
+            "with accelerate launch, or select a GPU with CUDA_VISIBLE_DEVICES=0"
+        )
     # What the recipe says wrong is said before the text is read, which can take hours.
     folders = [output / "stages" / stage.name for stage in recipe.stages] or [output]
     arguments = [
@@ -124,46 +129,22 @@ def training_arguments(
     recipe: Recipe, settings: TrainingRecipe, folder: Path, processes: int = 1
 ) -> TrainingArguments:
     """Transformers' arguments for a stage's settings; UserError if the recipe does not fit."""
-    if processes == 1 and torch.cuda.device_count() > 1:
-        raise UserError(
-            f"one process cannot use {torch.cuda.device_count()} GPUs: start one process per GPU "
-            "with accelerate launch, or select a GPU with CUDA_VISIBLE_DEVICES=0"
-        )
-    per_pass = settings.micro_batch_size * processes
+    per_pass, every = settings.micro_batch_size * processes, recipe.validation.every
     if settings.global_batch_size % per_pass:
         raise UserError(
             "global_batch_size must be a multiple of micro_batch_size x processes; got "
             f"{settings.global_batch_size} and {settings.micro_batch_size} x {processes}"
         )
-    known = _known_arguments(settings) | {
-        "output_dir": str(folder / "checkpoints"),
-        "gradient_accumulation_steps": settings.global_batch_size // per_pass,
-    }
-    if recipe.is_ordered:
-        known["train_sampling_strategy"] = "sequential"
-    if (every := recipe.validation.every) is not None:
-        known |= {"eval_strategy": "steps", "eval_steps": every, "eval_on_start": True}
-    if taken := sorted(set(known) & set(settings.trainer)):
-        raise UserError(f"training.trainer repeats what the recipe sets itself: {', '.join(taken)}")
-    try:
-        arguments = TrainingArguments(**known, **settings.trainer)
-    except (TypeError, ValueError, ImportError, OSError) as error:
-        raise UserError(f"training.trainer: {error}") from error
-    # For float32, Trainer would use the configuration of accelerate launch.
-    names = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
-    arguments.mixed_precision = names[settings.precision]
-    return arguments
-
-
-def _known_arguments(settings: TrainingRecipe) -> dict[str, Any]:
-    """Arguments that the section training determines, or that reliable checkpoints need."""
     # Renamed during Transformers 5.
     checkpointing = {"activation_checkpointing", "gradient_checkpointing"}
     names = checkpointing & {item.name for item in fields(TrainingArguments)}
-    return {
+    # What the section training determines, or reliable checkpoints need.
+    known: dict[str, Any] = {
+        "output_dir": str(folder / "checkpoints"),
         "max_steps": settings.steps,
         "per_device_train_batch_size": settings.micro_batch_size,
         "per_device_eval_batch_size": settings.micro_batch_size,
+        "gradient_accumulation_steps": settings.global_batch_size // per_pass,
         "learning_rate": settings.learning_rate,
         "adam_beta1": settings.beta1,
         "adam_beta2": settings.beta2,
@@ -188,6 +169,20 @@ def _known_arguments(settings: TrainingRecipe) -> dict[str, Any]:
         "torch_compile": settings.compile,
         "use_cpu": not torch.accelerator.is_available(),
     }
+    if recipe.is_ordered:
+        known["train_sampling_strategy"] = "sequential"
+    if every is not None:
+        known |= {"eval_strategy": "steps", "eval_steps": every, "eval_on_start": True}
+    if taken := sorted(set(known) & set(settings.trainer)):
+        raise UserError(f"training.trainer repeats what the recipe sets itself: {', '.join(taken)}")
+    try:
+        arguments = TrainingArguments(**known, **settings.trainer)
+    except (TypeError, ValueError, ImportError, OSError) as error:
+        raise UserError(f"training.trainer: {error}") from error
+    # For float32, Trainer would use the configuration of accelerate launch.
+    casts = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
+    arguments.mixed_precision = casts[settings.precision]
+    return arguments
 
 
 def saved_dtype(recipe: Recipe) -> torch.dtype | None:

@@ -111,10 +111,6 @@ class StopOnSignal(TrainerCallback):
             self.stopped = self.accelerator.check_trigger()
         return self.stopped
 
-    def interrupted(self, message: str) -> Interrupted:
-        """What to raise once training has ended."""
-        return Interrupted(message, self.signal or signal.SIGTERM)
-
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if self.requested():
             control.should_save = control.should_training_stop = True
@@ -202,9 +198,10 @@ class RecipeTrainer(Trainer):
             raise UserError(f"training.trainer cannot be used: {error}") from error
         done = self.state.global_step
         if stop.requested():
-            raise stop.interrupted(
+            raise Interrupted(
                 f"{Path(str(self.args.output_dir)).parent}: training ended after step {done:,} of "
-                f"{steps:,}, which is saved; run the same command again to resume"
+                f"{steps:,}, which is saved; run the same command again to resume",
+                stop.signal or signal.SIGTERM,  # which another process received
             )
         if done != steps:
             raise UserError(
