@@ -26,7 +26,7 @@ from coca_attention import ops
 from coca_attention.models import CoCALlamaConfig
 from coca_attention.models.attention import CACHE
 from coca_attention.models.configuration import LETTERS, LOCAL, role_fields
-from coca_attention.models.sinks import use_fused_attention
+from coca_attention.models.fused import use_fused_attention
 from coca_attention.ops import FORMS, Rotation, coca_attention
 from coca_attention.roles import Roles
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens

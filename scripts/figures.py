@@ -1,6 +1,6 @@
 """The pictures of README and of the results' pages, from the results and in the reports' colours.
 
-    python scripts/figures.py
+    PYTHONPATH=. python scripts/figures.py
 
 draws README's, mean and range of a study's seeds for light and dark pages that are wide or narrow
 (docs/images/long-context-{light,dark}{,-narrow}.svg), prints what it says for those who cannot see
@@ -22,6 +22,7 @@ from coca_lab.report.drawing import NARROW, specification
 from coca_lab.report.lengths import PASSKEYS, PERPLEXITY, frame_of
 from coca_lab.report.page import page_sections, tasks_and_runs
 from coca_lab.report.results import parsed
+from studies.trials import published
 
 ROOT = Path(__file__).parents[1]
 README_RESULTS = "results/retrieval"
@@ -95,7 +96,7 @@ def readme_charts() -> list[Titled]:
 
 def report_charts(folder: Path, which: Sequence[int], lines: str) -> list[Titled]:
     """Charts of the report of a folder, by their places in it, with some of their lines."""
-    sections = page_sections(*tasks_and_runs(parsed(read_results([folder]))))
+    sections = page_sections(*tasks_and_runs(parsed(published(folder))))
     drawn = [(section.lead, section.chart) for section in sections if section.chart]
     names = {old: new or old for old, _, new in (line.partition("=") for line in lines.split("; "))}
 

@@ -1,8 +1,9 @@
 """Trials of studies with formats of their own as a result file, which ``coca report`` reads.
 
     PYTHONPATH=src:. python -m studies.trials results/verdict
+    coca report runs/trials/verdict.json
 
-makes results.json from the folder's ``trials/*.json`` or ``*.jsonl``, with a line for every trial.
+makes the file from the folder's ``trials/*.json`` or ``*.jsonl``.
 """
 
 import json
@@ -12,8 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from coca_lab.files import write_text
+from coca_lab.files import write_json
 from coca_lab.intervals import DocumentScore, perplexity, perplexity_interval
+from coca_lab.report import read_results
 
 TUNING = 100
 """Seed of the runs that chose a learning rate."""
@@ -124,14 +126,19 @@ def _cells(trial: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield about | {"task": "passkey", "length": int(length), "accuracy": share}
 
 
+def published(folder: Path) -> list[dict[str, Any]]:
+    """The contents of a folder's result files; where it has trials alone, one of them."""
+    if any(folder.glob("*.json")):
+        return read_results([folder])
+    title, _, _ = (folder / "README.md").read_text(encoding="utf-8").partition("\n")
+    return [{"study": {"title": title.lstrip("# ")}, "results": cells_of(folder)}]
+
+
 def main() -> None:
-    """Write the results of the folders that are named, a cell a line."""
+    """Write the result files of the folders that are named."""
     for folder in map(Path, sys.argv[1:]):
-        title, _, _ = (folder / "README.md").read_text(encoding="utf-8").partition("\n")
-        study = json.dumps({"title": title.lstrip("# ")}, ensure_ascii=False)
-        cells = ",\n".join(json.dumps(cell, allow_nan=False) for cell in cells_of(folder))
-        text = f'{{"study": {study}, "results": [\n{cells}\n]}}\n'
-        write_text(folder / "results.json", text)
+        (content,) = published(folder)
+        write_json(Path("runs", "trials", f"{folder.resolve().name}.json"), content)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,18 @@ def test_layers_share_a_cache_of_transformers_by_their_index(form, rotation):
     assert (layers[1](layers[0](x)) - whole).abs().max() > 1e-3 or rotation is None
 
 
+def test_a_cache_is_asked_for_its_length_once():
+    asked = []
+
+    class Cache(DynamicCache):
+        def get_seq_length(self, layer_idx=0):
+            asked.append(layer_idx)
+            return super().get_seq_length(layer_idx)
+
+    CoCAAttention(32, 4, layer_idx=0)(torch.randn(1, 3, 32), cache=Cache())
+    assert asked == [0]
+
+
 def test_positions_and_mask_for_left_padding():
     torch.manual_seed(0)
     layer = CoCAAttention(32, 4).double()

@@ -5,6 +5,7 @@ P = D/2 rotary pairs, F free pairs.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -233,7 +234,7 @@ class CoCAAttention(nn.Module):
         if positions is None:
             positions = torch.arange(past, past + length, device=hidden_states.device)
         check_positions("positions", positions, len(hidden_states), length)
-        attend = self._attend_linear if self.linear else self._attend
+        attend = self._attend_linear if self.linear else partial(self._attend, past=past)
         projected = project_collinear(self, hidden_states, self.linear)
         output = attend(*projected, positions, attention_mask, is_causal, cache)
         return self.o_proj(output.transpose(1, 2).flatten(-2))
@@ -282,6 +283,7 @@ class CoCAAttention(nn.Module):
         mask: Tensor | None,
         is_causal: bool,
         cache: KeyValueCache | None,
+        past: int,
     ) -> Tensor:
         wide, divisor = torch.promote_types(query.dtype, torch.float32), score_scale(query.dtype)
         tables = self.rotation.tables(positions, wide)
@@ -294,10 +296,9 @@ class CoCAAttention(nn.Module):
             free_pairs=self.free_pairs,
             parameters=dict(self.form_parameters.items()),
         )
-        key, past = key_map(coefficients, *tables, free_pairs=self.free_pairs), 0
+        key = key_map(coefficients, *tables, free_pairs=self.free_pairs)
         if cache is not None:
-            past = self._cached_tokens(cache)
-            assert self.layer_idx is not None  # it would have raised
+            assert self.layer_idx is not None  # `_cached_tokens` would have raised
             key, value = cache.update(key, value, self.layer_idx)
             if key.shape[-2] != past + query.shape[-2]:
                 raise ValueError(

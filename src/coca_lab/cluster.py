@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
+
 from coca_attention.errors import UserError, install
-from coca_lab.engine import Engine, Item, Outcomes, Progress, as_bytes, compute_sent
+from coca_lab.engine import Engine, Item, Outcomes, compute_sent
 from coca_lab.store import Store
 
 PATIENCE = 20.0
@@ -23,13 +25,12 @@ class RayEngine(Engine):
     def __init__(
         self,
         store: Store | None = None,
-        progress: Progress = lambda line, done, total: None,
         *,
         address: str = "",
         num_cpus: int = 1,
         num_gpus: float | None = None,
     ) -> None:
-        super().__init__(store, progress)
+        super().__init__(store)
         _connect(address)
         import ray  # an optional package
 
@@ -58,7 +59,7 @@ class RayEngine(Engine):
             while queue and len(running) < 2 * max(1, fit):  # Ray sees that more could run
                 item = queue.popleft()
                 if work is not item.work:  # items with the same follow each other
-                    work, sent = item.work, ray.put(as_bytes(item.work))
+                    work, sent = item.work, ray.put(cloudpickle.dumps(item.work))
                 running[self._remote.remote(os.getcwd(), sent, item.arguments)] = item
             (promise,), _ = ray.wait([*running], num_returns=1)
             item = running.pop(promise)

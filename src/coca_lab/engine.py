@@ -145,9 +145,9 @@ class Engine:
         with closing(self._outcomes(queue)) as outcomes:
             for item, values, seconds in outcomes:
                 error = values if isinstance(values, Exception) else None
-                if not isinstance(values, Exception):
+                if error is None:
                     self.store.put(item.keys, values, seconds)
-                elif not isinstance(values, UserError):
+                elif not isinstance(error, UserError):
                     tries[as_text(item.keys)] += 1
                     if tries[as_text(item.keys)] < ATTEMPTS:
                         queue.append(item)
@@ -198,20 +198,15 @@ def compute(work: Work, arguments: Sequence[object]) -> tuple[Any, float]:
         return error, 0.0
 
 
-def as_bytes(work: Work) -> bytes:
-    """Work, closures included, for `compute_sent` in another process."""
-    return cloudpickle.dumps(work)
-
-
 def compute_sent(work: bytes, arguments: Sequence[object]) -> tuple[Any, float]:
-    """`compute` by work that was sent; a process keeps what it had last."""
+    """`compute` by work that was sent, as cloudpickle has it; a process keeps what it had last."""
     return compute(lambda each: _loaded(work)(each), arguments)
 
 
 @lru_cache(maxsize=1)
 def _loaded(work: bytes) -> Work:
     import_extensions()
-    return cloudpickle.loads(work)  # of `as_bytes` alone: the driver sends it, no file has it
+    return cloudpickle.loads(work)  # which the driver alone sends, and no file has
 
 
 def problem(error: Exception) -> str:

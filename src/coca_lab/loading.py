@@ -18,7 +18,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from coca_attention.errors import UserError
-from coca_attention.models.sinks import use_fused_attention
+from coca_attention.models.fused import use_fused_attention
 from coca_lab.files import check_name
 
 log = logging.getLogger(__name__)

@@ -10,10 +10,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import torch
 
 from coca_attention.errors import UserError
-from coca_lab.engine import Engine, Item, Outcomes, Progress, as_bytes, compute_sent, problem
+from coca_lab.engine import Engine, Item, Outcomes, compute_sent, problem
 from coca_lab.files import plain_name
 from coca_lab.store import Store
 
@@ -46,13 +47,12 @@ class ProcessEngine(Engine):
     def __init__(
         self,
         store: Store | None = None,
-        progress: Progress = lambda line, done, total: None,
         *,
         processes: int,
         threads: int = 1,
         logs: Path | None = None,
     ) -> None:
-        super().__init__(store, progress)
+        super().__init__(store)
         self.processes, self.options = processes, (threads, logs)
 
     def _outcomes(self, queue: deque[Item]) -> Outcomes:
@@ -98,7 +98,7 @@ class _Process:
 
     def send(self, item: Item) -> None:
         """Let it compute an item; work that it had last, perhaps with long texts, it still has."""
-        work = None if item.work is self.work else as_bytes(item.work)
+        work = None if item.work is self.work else cloudpickle.dumps(item.work)
         self.work = item.work
         self.connection.send((work, item.arguments, item.label))
 

@@ -13,7 +13,7 @@ from coca_attention.errors import UserError, did_you_mean, error_prefix, install
 from coca_attention.ops import FORMS
 from coca_lab.arguments import SettingsParser, checked, read_settings, settings_parser
 from coca_lab.data import SourceSettings
-from coca_lab.data.documents import TOKENS
+from coca_lab.data.documents import TOKEN_IDS
 from coca_lab.data.text import NO_DOCUMENTS
 from coca_lab.recipe_sections import (
     BASELINES,
@@ -134,7 +134,7 @@ class Recipe:
             with error_prefix(f"{name}."):
                 check(getattr(self, name))
         for text in self.texts:
-            has_ids = text.source.source.endswith(TOKENS)
+            has_ids = text.source.source.endswith(TOKEN_IDS)
             if has_ids and not (self.data.tokenizer or self.model.start):
                 raise UserError(
                     f"{text.source.source} has token ids, which need data.tokenizer: set it to the "

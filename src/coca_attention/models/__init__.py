@@ -1,7 +1,7 @@
 """CoCA on Transformers' model classes, registered with the Auto classes on import.
 
-Importing this package also adds our own rope types, such as ``ntk``, and the attention of models
-with sinks to Transformers' tables.
+Importing this package also adds our own rope types, such as ``ntk``, and an attention function of
+our own, ``fused``, to Transformers' tables.
 """
 
 import sys
@@ -18,16 +18,16 @@ from coca_attention.models.configuration import add_rope_types, training_length
 from coca_attention.models.conversion import Conversion, convert, load_original
 from coca_attention.models.extension import extend_context
 from coca_attention.models.families import FAMILIES, GPT_NEOX, LLAMA, register, register_family
+from coca_attention.models.fused import FUSED, fused_attention, fused_mask, use_fused_attention
 from coca_attention.models.scaling import set_rotary_scaling
-from coca_attention.models.sinks import SINKS, sink_attention, sink_mask, use_fused_attention
 from coca_attention.roles import Roles
 
 
 def register_models() -> None:
     """Register all classes with Transformers: done on import, and what engines call as a plugin."""
     add_rope_types()
-    AttentionInterface.register(SINKS, sink_attention)
-    AttentionMaskInterface.register(SINKS, sink_mask)
+    AttentionInterface.register(FUSED, fused_attention)
+    AttentionMaskInterface.register(FUSED, fused_mask)
     classes = [made for family in FAMILIES for made in register_family(family)]
     alibi = [(AutoModel, AlibiGPTNeoXModel), (AutoModelForCausalLM, AlibiGPTNeoXForCausalLM)]
     classes += register(AlibiGPTNeoXConfig, alibi)

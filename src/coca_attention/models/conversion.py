@@ -40,6 +40,7 @@ from coca_attention.models.decoder import (
     replace_attention,
 )
 from coca_attention.models.families import FAMILIES, Family, supported_families
+from coca_attention.models.fused import FUSED
 from coca_attention.models.projections import AttentionLayout
 from coca_attention.ops import FORMS
 from coca_attention.ops.checks import check_whole
@@ -251,7 +252,8 @@ def _new_configuration(family: Family, old: PreTrainedConfig, wanted: Conversion
     if has_own_roles(config) and rope.get("rope_type", "default") != "default":
         kept = {name: x for name, x in rope.items() if name not in ROTATION_FIELDS}
         config.rope_parameters[LOCAL_RULE] = kept
-    config._attn_implementation = old._attn_implementation
+    theirs = old._attn_implementation
+    config._attn_implementation = "sdpa" if theirs == FUSED else theirs
     config._experts_implementation = old._experts_implementation
     return config
 

@@ -48,6 +48,8 @@ class Band(NamedTuple):
 
     segments: Tensor | None = None
     """A number for every token so far, (B, S) int64: its document, or whether it is padding."""
+    window: int | None = None
+    """Tokens in sight in a model of Transformers; a CoCA model's layers know it."""
 
 
 Mask = Band | Tensor | BlockMask | None

@@ -125,7 +125,7 @@ def extend_command(words: list[str]) -> None:
     )
     print(
         f"{target}: {model.config.model_type}, {chosen.label}, for texts of {to:,} tokens; runs in "
-        f"{chosen.engines}"
+        f"{', '.join(chosen.engines)}"
     )
 
 
@@ -157,6 +157,7 @@ def _compare(
     free_weights()  # which are extended now
     for table in found.tables():
         print_table(*table)
+    print(found.reason)
     for warning in found.warnings:
         log.warning("%s", warning)
     return found

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 BadLines = Literal["error", "skip"]
 
-TOKENS = ".npy"
+TOKEN_IDS = ".npy"
 """Ending of a file of token ids, which training reads in place of text."""
 
 RECORD_FILES = (".jsonl", ".ndjson", ".json")
@@ -194,7 +194,7 @@ def _file_documents(path: Path, text_field: str, bad_lines: BadLines) -> Iterato
     if path.stat().st_size == 0:
         raise DataError(f"{path}: the file is empty")
     kind, _ = _kind(path)
-    if kind == TOKENS:
+    if kind == TOKEN_IDS:
         raise DataError(f"{path}: has token ids, which training alone reads")
     if kind in (*RECORD_FILES, ".parquet"):
         rows = _parquet_rows(path, text_field) if kind == ".parquet" else _json_rows(path)

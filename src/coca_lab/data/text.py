@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from coca_attention.errors import UserError
 from coca_lab.data.documents import (
-    TOKENS,
+    TOKEN_IDS,
     DataError,
     Document,
     SourceSettings,
@@ -174,7 +174,7 @@ def tokenise(
             a file of token ids are to be held out.
         DataError: If the source cannot be read, is empty, or changes while it is read.
     """
-    if source.source.endswith(TOKENS):
+    if source.source.endswith(TOKEN_IDS):
         if share or from_held_out:
             raise UserError(f"{source.source} {NO_DOCUMENTS}")
         return _read_tokens(source.source, tokenizer, max_tokens)

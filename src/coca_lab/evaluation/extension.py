@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import PositiveInt
-from scipy.stats import binomtest
 from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
@@ -31,7 +30,7 @@ from coca_lab.evaluation.marked import (
     read_marked,
 )
 from coca_lab.evaluation.perplexity import TextSettings, load_text
-from coca_lab.evaluation.task import Cell, Model, free_weights
+from coca_lab.evaluation.task import Model, free_weights
 from coca_lab.fingerprints import code_fingerprint, fingerprint
 from coca_lab.intervals import DocumentScore, paired_ratio_interval
 from coca_lab.intervals import perplexity as perplexity_of
@@ -40,14 +39,16 @@ SHARES = (1.0, 0.5, 0.25)
 """The limits of distances that are tried, as shares of L."""
 SCORED_TOKENS = 1024
 """Tokens at the end of a text whose perplexity is measured, at most."""
-STOCK = "Transformers, vLLM, SGLang, llama.cpp"
-"""Other engines compute no limited distances, and vLLM reads ``dynamic`` as another function."""
+STOCK = ("Transformers", "vLLM", "SGLang", "llama.cpp")
+"""Other engines compute no limited distances, and vLLM reads ``dynamic`` as another function: the
+table in docs/conversion.md."""
 RULE = (
     "In parentheses the 95 % interval over documents of the change from what the model as it is "
     "does on the same tokens with the last L tokens. A method loses perplexity within L if that "
     "interval lies above 0 there, and numbers if it finds fewer than the base by a sign test at "
-    "5 %; of those that lose nothing the one that finds most numbers beyond L is taken, of equals "
-    "that with the lowest perplexity there."
+    "5 %. Of those that lose nothing, best is the one that finds most numbers beyond L, of equals "
+    "that with the lowest perplexity there; of those that the same tests do not tell from it, the "
+    "one that runs in most engines is taken."
 )
 
 
@@ -58,7 +59,8 @@ class CheckSettings:
     check: str = ""
     """Text on which to measure perplexity, and how many numbers that are hidden in it are found, by
     every method: stdlib; a file, folder or glob of .txt, .jsonl or .parquet; or hf:NAME. Of the
-    methods that lose nothing within L, the one that finds most beyond it is taken."""
+    methods that lose nothing within L and are clearly worse than none beyond it, the one that runs
+    in most engines is taken."""
     check_lengths: list[PositiveInt] = field(default_factory=list)
     """Lengths of text to measure at beside L; by default 2 L, 4 L, … up to --to."""
     check_documents: PositiveInt = 10
@@ -93,9 +95,9 @@ class Candidate:
         return self.method + (f", W = {self.max_distance:,}" if self.max_distance else "")
 
     @property
-    def engines(self) -> str:
+    def engines(self) -> tuple[str, ...]:
         """What runs a model that is extended like this."""
-        return STOCK if self.method in ("base", "yarn", "ntk") else "Transformers"
+        return STOCK if self.method in ("base", "yarn", "ntk") else STOCK[:1]
 
     def readings(self, lengths: Sequence[int]) -> list[list[int]]:
         """The lengths that one reading of a text has, for every reading that it takes.
@@ -145,14 +147,13 @@ class MarkedReading:
         label = f"{self.candidate.label}, {read:,} tokens of {text.id}"
         return Item([key], self._measure, [None], read, label)
 
-    def _measure(self, _: list[None]) -> list[Cell]:
-        text, tokenizer, found = self.text, self.model.tokenizer, dict[int, list[bool]]()
+    def _measure(self, _: list[None]) -> list[dict[str, Any]]:
+        text, tokenizer = self.text, self.model.tokenizer
         with self.candidate.applied(self.model) as module:
             cache, scores, cost = read_marked(module, text, self.lengths, self.scored)
-            for n in reversed(self.lengths):
-                found[n] = ask_for_numbers(module, tokenizer, text, n, cache)
-        named = zip(self.lengths, scores, strict=True)
-        return [{"scores": [{**score, "found": found[n]} for n, score in named], **cost}]
+            for n, score in reversed([*zip(self.lengths, scores, strict=True)]):
+                score["found"] = ask_for_numbers(module, tokenizer, text, n, cache)
+        return [{"scores": scores, **cost}]
 
 
 @dataclass(frozen=True)
@@ -166,16 +167,23 @@ class Measured:
     """Of the numbers of all documents."""
     seconds: float = 0.0
     """Time to read a text of the largest length."""
-    megabytes: float = 0.0
-    """Memory that this takes beside the weights."""
+    megabytes: float | None = None
+    """Memory that this takes beside the weights, on a GPU."""
 
-    def lost(self, base: "Measured") -> list[str]:
-        """What is lost in texts of up to L tokens (`RULE`): perplexity, numbers, or nothing."""
-        within = [n for n in base.scores if n <= self.candidate.length]
-        worse = any(_is_worse(self.scores[n], base.scores[n]) for n in within)
-        pairs = [pair for n in within for pair in zip(base.found[n], self.found[n], strict=True)]
-        lost = {"perplexity": worse, "numbers": _finds_fewer(pairs)}
+    def loses(self, other: "Measured", lengths: Sequence[int]) -> list[str]:
+        """What it clearly does worse than another (`RULE`): perplexity, numbers, or nothing."""
+        worse = any(_is_worse(self.scores[n], other.scores[n]) for n in lengths)
+        more, fewer, chance = self.compared(other, lengths)
+        lost = {"perplexity": worse, "numbers": fewer > more and chance < 0.05}
         return [name for name, is_lost in lost.items() if is_lost]
+
+    def compared(self, other: "Measured", lengths: Sequence[int]) -> tuple[int, int, float]:
+        """Numbers that only it and only another finds, and p of the sign test between them."""
+        from scipy.stats import binomtest
+
+        pairs = [p for n in lengths for p in zip(self.found[n], other.found[n], strict=True)]
+        more, fewer = sum(a > b for a, b in pairs), sum(b > a for a, b in pairs)
+        return more, fewer, binomtest(more, more + fewer).pvalue if more + fewer else 1.0
 
     def gain(self, lengths: Sequence[int]) -> tuple[int, float]:
         """What is found in texts of some lengths: more numbers, then less perplexity, is more."""
@@ -190,14 +198,6 @@ def _is_worse(scores: list[DocumentScore], base: list[DocumentScore]) -> bool:
     return interval[0] > 1
 
 
-def _finds_fewer(pairs: list[tuple[bool, bool]]) -> bool:
-    """Whether the second of each pair is false more often, by a sign test at 5 %."""
-    only_first, only_second = (sum(a > b for a, b in pairs), sum(b > a for a, b in pairs))
-    if only_first <= only_second:
-        return False
-    return bool(binomtest(only_first, only_first + only_second).pvalue < 0.05)
-
-
 @dataclass(frozen=True)
 class ExtensionCheck:
     """Measurements of a model as it is, and extended in every way."""
@@ -209,11 +209,43 @@ class ExtensionCheck:
     others: list[Measured]
     about: str
 
+    def lost(self, each: Measured) -> list[str]:
+        """What is lost in texts of up to L tokens."""
+        return each.loses(self.base, [n for n in self.base.scores if n <= self.length])
+
+    @property
+    def best(self) -> Measured:
+        """The best beyond L of those that lose nothing within L; if all do, of all."""
+        return max(self._kept, key=lambda each: each.gain([*self.last]))
+
     @property
     def chosen(self) -> Measured:
-        """The best of those that lose nothing within L; if all do, the best of them."""
-        kept = [each for each in self.others if not each.lost(self.base)] or self.others
-        return max(kept, key=lambda each: each.gain([*self.last]))
+        """Of those that are not clearly worse than the best, that which runs in most engines."""
+        best, beyond = self.best, [*self.last]
+        equal = [each for each in self._kept if not each.loses(best, beyond)]
+        return max(equal, key=lambda each: (len(each.candidate.engines), each.gain(beyond)))
+
+    @property
+    def _kept(self) -> list[Measured]:
+        return [each for each in self.others if not self.lost(each)] or self.others
+
+    @property
+    def reason(self) -> str:
+        """Why the chosen one is."""
+        chosen, best, beyond = self.chosen, self.best, [*self.last]
+        label, (hits, _) = chosen.candidate.label, chosen.gain(beyond)
+        count = sum(len(chosen.found[n]) for n in beyond)
+        if chosen is best:
+            return (
+                f"{label} is taken: it finds {hits} of {count} numbers beyond L, none finds more, "
+                "and of equals it has the lowest perplexity."
+            )
+        most, chance = best.gain(beyond)[0], chosen.compared(best, beyond)[2]
+        return (
+            f"{label} is taken: it finds {hits} of {count} numbers beyond L and "
+            f"{best.candidate.label} {most}, which may be chance (p = {chance:.2g}), and runs in "
+            f"more engines: {', '.join(chosen.candidate.engines)}."
+        )
 
     @property
     def warnings(self) -> list[str]:
@@ -224,7 +256,7 @@ class ExtensionCheck:
                 f"The model finds no number in texts of up to L = {self.length:,} tokens, so none "
                 "could be lost: that half of the check was empty."
             )
-        if lost := chosen.lost(self.base):
+        if lost := self.lost(chosen):
             said.append(f"{chosen.candidate.label} loses {' and '.join(lost)} within L.")
         if self.base.gain([*self.last]) >= chosen.gain([*self.last]):
             said.append("Beyond L no method is better than the model as it is.")
@@ -235,20 +267,22 @@ class ExtensionCheck:
         lengths = [*self.base.scores]
         columns, longest = [f"{n:,}" for n in lengths], f"{lengths[-1]:,} tokens"
         reading, finding, costs = [], [], []
+        memory = ["memory"] if self.base.megabytes is not None else []
         for each in (self.base, *self.others):
             label = each.candidate.label + (" (chosen)" if each is self.chosen else "")
             reading.append([label, *(self._perplexity(each.scores[n], n) for n in lengths)])
             hits = (f"{sum(each.found[n])} of {len(each.found[n])}" for n in lengths)
-            lost = "" if each is self.base else ", ".join(each.lost(self.base)) or "nothing"
+            lost = "" if each is self.base else ", ".join(self.lost(each)) or "nothing"
             finding.append([label, *hits, lost])
-            size = f"{each.megabytes:,.0f} MB"
-            costs.append([label, f"{each.seconds:.3g} s", size, each.candidate.engines])
+            sizes = [f"{each.megabytes:,.0f} MB" for _ in memory]
+            engines = ", ".join(each.candidate.engines)
+            costs.append([label, f"{each.seconds:.3g} s", *sizes, engines])
         row = [perplexity_of(self._reference(n)) for n in lengths]
         reading.insert(1, ["base, last L tokens", *(f"{value:,.2f}" for value in row)])
         return [
             ([f"perplexity, L = {self.length:,}", *columns], reading),
             (["numbers found", *columns, "loses within L"], finding),
-            ([longest, "time", "memory", "runs in"], costs),
+            ([longest, "time", *memory, "runs in"], costs),
         ]
 
     def _reference(self, length: int) -> list[DocumentScore]:
@@ -264,7 +298,7 @@ class ExtensionCheck:
 
     def markdown(self) -> str:
         """The check as a paragraph and tables."""
-        parts = [" ".join([f"{self.about}.", RULE, *self.warnings])]
+        parts = [" ".join([f"{self.about}.", RULE, self.reason, *self.warnings])]
         for header, rows in self.tables():
             lines = [header, ["---"] * len(header), *rows]
             parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
@@ -343,7 +377,8 @@ def check_extensions(
     tokens = sum(score.tokens for score in first.scores[length])
     about = (
         f"Measured on the last {tokens:,} tokens before each length of {len(texts)} documents, and "
-        f"{settings.check_numbers} numbers hidden in each; memory includes what scoring takes"
+        f"{settings.check_numbers} numbers hidden in each; memory, on a GPU, includes what scoring "
+        "takes"
     )
     return ExtensionCheck(length, first, _measured(engine, base, last).scores, others, about)
 
@@ -351,13 +386,15 @@ def check_extensions(
 def _measured(engine: Engine, candidate: Candidate, readings: Sequence[MarkedReading]) -> Measured:
     """What readings have measured, by length; their median time, and their largest memory."""
     scores, found = dict[int, list[DocumentScore]](), dict[int, list[bool]]()
-    values = [engine.store.get(each.item.keys[0]) for each in readings]
-    for each, value in zip(readings, values, strict=True):
+    longest, costs = max(n for each in readings for n in each.lengths), list[dict[str, Any]]()
+    for each in readings:
+        value = engine.store.get(each.item.keys[0])
         for length, score in zip(each.lengths, value["scores"], strict=True):
             document = DocumentScore.of({"id": each.text.id, **score})
             scores.setdefault(length, []).append(document)
             found.setdefault(length, []).extend(score["found"])
-    longest = max(scores)
-    costs = [v for each, v in zip(readings, values, strict=True) if longest in each.lengths]
+        if longest in each.lengths:
+            costs.append(value)
+    sizes = [cost["megabytes"] for cost in costs if "megabytes" in cost]
     seconds = median(cost["seconds"] for cost in costs)
-    return Measured(candidate, scores, found, seconds, max(cost["megabytes"] for cost in costs))
+    return Measured(candidate, scores, found, seconds, max(sizes, default=None))

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +24,6 @@ from coca_lab.data.tasks import (
     leading_special_tokens,
 )
 from coca_lab.environment import peak_growth
-from coca_lab.evaluation.task import Cell
 from coca_lab.evaluation.windows import TokenDocument
 from coca_lab.generation import greedy_answers
 
@@ -83,7 +83,8 @@ def hide_numbers(
         hidden, tokens = [False] * len(ids), document.tokens.tolist()
         asked, questions, stops = list[tuple[list[int], int]](), {}, {}
         for number, length in enumerate(lengths):
-            own = [encode(line) for line in lines[number * count :][:count]]
+            new = lines[number * count :][:count]
+            own = [encode(line) for line in new]
             free = length - room - len(ids) - sum(map(len, own))
             if free < 3 * sum(map(len, own)):  # else nothing might be left to score
                 raise UserError(
@@ -95,7 +96,7 @@ def hide_numbers(
                 ids += tokens[low:high] + line
                 hidden += [False] * (high - low) + [True] * len(line)
             tokens, stops[length] = tokens[free:], length - room
-            asked += [_question(encode, line) for line in lines[number * count :][:count]]
+            asked += [_question(encode, line) for line in new]
             some = generator.choice(len(asked), count, replace=False).tolist()
             questions[length] = [asked[index] for index in sorted(some)]
         marked = torch.tensor(ids), torch.tensor(hidden), stops, questions
@@ -122,7 +123,7 @@ def _question(encode: Encode, line: str) -> tuple[list[int], int]:
 @torch.no_grad()  # and not inference mode: what a model keeps may be used in training next
 def read_marked(
     module: PreTrainedModel, text: MarkedText, lengths: Sequence[int], scored: int
-) -> tuple[DynamicCache, list[Cell], Cell]:
+) -> tuple[DynamicCache, list[dict[str, Any]], dict[str, float]]:
     """Read a text up to the largest of some lengths.
 
     Args:
@@ -133,8 +134,8 @@ def read_marked(
 
     Returns:
         The cache of what is read; nats (None if they overflow) and tokens that are scored by
-        length; seconds and megabytes that reading took, the latter beside the weights and with
-        the logits of all that is scored.
+        length; seconds that reading took, and on a GPU megabytes beside the weights, with the
+        logits of all that is scored.
 
     Raises:
         UserError: If the model returns NaN.
@@ -152,7 +153,12 @@ def read_marked(
         raise UserError(f"the model returns NaN for document {text.id!r}: try float32")
     sums = ((each.sum().item(), len(each)) for each in nats.split(ends))
     scores = [{"nats": x if math.isfinite(x) else None, "tokens": count} for x, count in sums]
-    return cache, scores, {"seconds": seconds, "megabytes": peak}
+    # On a CPU it is the growth of the process, which depends on what that did before.
+    return (
+        cache,
+        scores,
+        {"seconds": seconds} | ({} if device.type == "cpu" else {"megabytes": peak}),
+    )
 
 
 def ask_for_numbers(

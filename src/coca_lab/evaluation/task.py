@@ -25,7 +25,7 @@ from coca_lab.loading import check_vocabulary, load_model, model_without_weights
 from coca_lab.store import Store
 
 Cell = dict[str, Any]
-"""One result: plain JSON values."""
+"""A result, or a part of one: plain JSON values."""
 ScalingKind = Literal["none", "linear", "ntk", "dynamic", "yarn", "fold"]
 ScalingFactor = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 
@@ -162,7 +162,7 @@ class RotaryScaling:
         return [] if self.kind == "none" else [self.kind]
 
     @contextmanager
-    def applied(self, module: PreTrainedModel, length: int) -> Iterator[Cell | None]:
+    def applied(self, module: PreTrainedModel, length: int) -> Iterator[dict[str, Any] | None]:
         """Scale a model for texts of a length in tokens; yields the rotary parameters in effect."""
         config = module.config.get_text_config()
         folds = global_queries(module) if self.kind == "fold" else []
@@ -176,7 +176,7 @@ class RotaryScaling:
                 set_rotary_scaling(module, self.kind, factor=self.factor, length=target)
             yield getattr(config, "rope_parameters", None)
 
-    def parameters(self, module: PreTrainedModel, length: int) -> Cell | None:
+    def parameters(self, module: PreTrainedModel, length: int) -> dict[str, Any] | None:
         """The rotary parameters for texts of a length; UserError if it cannot be applied."""
         with self.applied(module, length) as parameters:
             return parameters
@@ -269,7 +269,7 @@ def at_once(
     return measure
 
 
-def settings_key(settings: Any) -> Cell:
+def settings_key(settings: Any) -> dict[str, Any]:
     """What values depend on of the settings of a task: the fields, and the content of the text."""
     text = text_fingerprint(settings.source) if isinstance(settings, SourceSettings) else None
     return {**asdict(settings), "text": text}

@@ -24,8 +24,8 @@ ROUND_OFF = 1e-9
 """Relative change of float64 scores that round-off explains."""
 SMALLEST = 1e-17
 """A logarithmic axis cannot show 0."""
-CHECKS = {"eq19": "Eq. 19", "eq20": "Eq. 20, at angles of 0", "eq21": "Eq. 21"}
-CHECKS |= {"score_against_eq20": "Eq. 20 by the scores, at other angles"}
+EQUATIONS = {"eq19": "Eq. 19", "eq20": "Eq. 20, at angles of 0", "eq21": "Eq. 21"}
+EQUATIONS |= {"score_against_eq20": "Eq. 20 by the scores, at other angles"}
 """The last is no inequality of the paper: it says how far scores leave the bound."""
 BOUNDS = {
     "score": ("", "1 0"),
@@ -35,7 +35,7 @@ BOUNDS = {
 
 
 Shares = list[Fraction | None]
-Check = Annotated[dict[str, Number | None], having("checked", "violations", "largest_ratio")]
+Violations = Annotated[dict[str, Number | None], having("checked", "violations", "largest_ratio")]
 """How often an inequality was looked at, and violated."""
 Distance = Annotated[dict[str, Number | None], having("distance", *BOUNDS)]
 """A mean score and its bounds."""
@@ -64,10 +64,10 @@ class Decay(Record):
     """Scores by distance, and the paper's bounds of them."""
 
     by_distance: list[Distance]
-    eq19: Check
-    eq20: Check
-    eq21: Check
-    score_against_eq20: Check
+    eq19: Violations
+    eq20: Violations
+    eq21: Violations
+    score_against_eq20: Violations
 
 
 class Layer(Record):
@@ -168,7 +168,7 @@ def _measures(cell: AngleCell) -> dict[str, str]:
     }
     for length, shares in cell.anomalous().iterrows():
         measures[f"anomalous at {length:,} tokens"] = _percent(shares.mean())
-    for check, name in CHECKS.items():
+    for check, name in EQUATIONS.items():
         if check == "score_against_eq20" and cell.without_angles:
             continue
         checks = [getattr(layer.decay, check) for layer in cell.layers]

@@ -87,7 +87,7 @@ class Figure(CheckedCell):
     conditions: str | None = None
 
 
-class Document(Record):
+class ScoredDocument(Record):
     """The score of a document; nats that overflowed are null."""
 
     id: str | int = ""
@@ -99,7 +99,7 @@ class Document(Record):
         return DocumentScore.of(vars(self))
 
 
-class PositionRange(Document):
+class PositionRange(ScoredDocument):
     """The score of targets with so many tokens before them."""
 
     first: Natural
@@ -111,7 +111,7 @@ class Repeats(Record):
 
     n: Count
     beyond: Natural
-    documents: list[Document]
+    documents: list[ScoredDocument]
 
 
 class Perplexity(Figure):
@@ -124,7 +124,7 @@ class Perplexity(Figure):
     targets: str = ""
     text: Any = None
     tokens: Count | None = None
-    documents: list[Document] = []
+    documents: list[ScoredDocument] = []
     by_position: list[PositionRange] | None = None
     repeats: Repeats | None = None
 

@@ -14,7 +14,7 @@ UNITS = {
     "hidden_states": "distance from the teacher’s prediction (nats) and hidden states",
     "attention": "attention outputs: share of the teacher’s variance not explained",
 }
-TOKENS = "tokens trained on (millions)"
+TRAINED_ON = "tokens trained on (millions)"
 # A converted model has recovered at 1 % and 0.5 % more perplexity than its start.
 NEAR = (0.01, 0.005)
 DRAWN = 1_000
@@ -35,7 +35,7 @@ def training_sections(runs: Sequence[Run]) -> list[Section]:
             title = "Training" if objective == "next_token" else f"Training: {objective}"
             lead = _best("Lowest training loss at the end", losses, "min")
             text = f"Of long runs a point is the mean over 1/{AVERAGED} of the run."
-            sections.append(Section(title, lead, text, LineChart(losses, TOKENS, unit)))
+            sections.append(Section(title, lead, text, LineChart(losses, TRAINED_ON, unit)))
     return [*sections, _table(runs)]
 
 
@@ -94,7 +94,7 @@ def _validation(runs: Sequence[Run]) -> list[Section]:
             _best("Lowest validation perplexity at the end", points, "min"),
             "Perplexity of held-out text, in blocks of the training length. The first value, from "
             "before the training, is in the table.",
-            LineChart(pd.concat([points, *levels]), TOKENS, unit, log_y=True),
+            LineChart(pd.concat([points, *levels]), TRAINED_ON, unit, log_y=True),
             header=["run", "its start", "first", "last", "last against start", *within],
             rows=[_validation_row(run) for run in measured],
             note=note if starts else "",
@@ -143,7 +143,7 @@ def _retrieval(runs: Sequence[Run]) -> list[Section]:
     lead, chart = "No passkey or needle was found in training.", None
     if points["y"].any():
         lead = _best("Largest share found at the end", points, "max")
-        chart = LineChart(points, TOKENS, "share found", top=1.0)
+        chart = LineChart(points, TRAINED_ON, "share found", top=1.0)
     text = "Share of passkeys and needles found in prompts of so many tokens."
     header = ["run", "its start", "first", "last"]
     return [Section("Retrieval in training", lead, text, chart, header, rows)]

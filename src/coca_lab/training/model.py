@@ -25,8 +25,8 @@ from coca_attention.models.configuration import (
 )
 from coca_attention.models.conversion import convert
 from coca_attention.models.families import decoders
+from coca_attention.models.fused import use_fused_attention
 from coca_attention.models.scaling import set_rotary_scaling
-from coca_attention.models.sinks import use_fused_attention
 from coca_attention.ops import FORMS
 from coca_lab.loading import check_vocabulary, load_model
 from coca_lab.recipe import Recipe

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -50,7 +51,7 @@ def check(base, others):
     return ExtensionCheck(L, base, {2 * L: scores(0.0)}, others, "")
 
 
-YARN, BASE = Candidate("yarn", length=L), Candidate(length=L)
+BASE, YARN, NTK = (Candidate(method, length=L) for method in ("base", "yarn", "ntk"))
 
 
 @pytest.mark.parametrize(
@@ -65,6 +66,11 @@ YARN, BASE = Candidate("yarn", length=L), Candidate(length=L)
         (50, [measured(192, (50, 40)), measured(YARN, (50, 30), beyond=-0.1)], "limited, W = 192"),
         (50, [measured(YARN, (50, 50), nats=0.01, beyond=-0.1)], "limited, W = 256"),
         (0, [measured(YARN, (0, 0), beyond=-0.1)], "yarn"),  # no number could be lost
+        # What other engines run is taken where the best is not clearly better.
+        (50, [measured(192, (50, 40)), measured(YARN, (50, 35))], "yarn"),
+        (50, [measured(192, (50, 40)), measured(YARN, (50, 34))], "limited, W = 192"),
+        (50, [measured(192, (50, 40)), measured(YARN, (50, 40), beyond=0.01)], "limited, W = 192"),
+        (50, [measured(NTK, (50, 36)), measured(YARN, (50, 35)), measured(192, (50, 40))], "ntk"),
     ],
 )
 def test_the_best_method_that_loses_nothing_within_the_training_length_is_chosen(
@@ -87,6 +93,26 @@ def test_losses_and_intervals_are_told():
     assert finding[2][:3] == ["yarn", "40 of 50", "50 of 50"]
     assert costs[2][-1] == "Transformers, vLLM, SGLang, llama.cpp"
     assert told.warnings == []
+
+
+def test_why_a_method_is_chosen_is_told():
+    others = [measured(L, (50, 40)), measured(YARN, (50, 37))]
+    tie, base = "runs in more engines: Transformers, vLLM, SGLang, llama.cpp.", (50, 0)
+    assert check(measured(BASE, base), others).reason == (
+        "yarn is taken: it finds 37 of 50 numbers beyond L and limited, W = 256 40, which may be "
+        f"chance (p = 0.25), and {tie}"
+    )
+    best = check(measured(BASE, base), others[:1])
+    assert best.reason.startswith("limited, W = 256 is taken: it finds 40 of 50 numbers beyond L,")
+    assert best.reason in best.markdown()
+
+
+@pytest.mark.parametrize(("megabytes", "columns"), [(None, []), (12.0, ["memory"])])
+def test_memory_is_told_where_it_is_known(megabytes, columns):
+    base, other = (replace(measured(x, (1, 1)), megabytes=megabytes) for x in (BASE, YARN))
+    header, rows = check(base, [other]).tables()[2]
+    assert header == ["512 tokens", "time", *columns, "runs in"]
+    assert all(len(row) == len(header) for row in rows)
 
 
 def test_it_is_said_if_the_only_method_loses_or_none_helps():
@@ -189,7 +215,7 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, caps
     said, warned = capsys.readouterr()
     assert "Training length: 160 tokens (max_position_embeddings; --length sets another)" in said
     assert "warning: The model finds no number in texts of up to L = 160 tokens" in warned
-    *told, _ = said.splitlines()
+    *told, reason, _ = said.splitlines()
     assert max(map(len, told)) <= 80
     assert "Transformers, vLLM, SGLang, llama.cpp" in " ".join(said.split())  # wrapped or not
     card = (tmp_path / "target" / "README.md").read_text()
@@ -200,6 +226,7 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, caps
         assert sum(row.removesuffix(" (chosen)") == label for row in rows) == 3, label
         assert label in said
     (chosen,) = {row.removesuffix(" (chosen)") for row in rows if row.endswith("(chosen)")}
+    assert reason.startswith(f"{chosen} is taken: it finds") and "memory" not in said
     assert "target: " in said and f", {chosen}, for texts of 320 tokens; runs in Tr" in said
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
     assert model.config.max_position_embeddings == (160 if chosen == "dynamic" else 320)

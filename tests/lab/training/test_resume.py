@@ -16,8 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, modeling_utils
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping as renamings
 
 from coca_attention.errors import UserError
+from coca_attention.models.families import FAMILIES
 from coca_lab.training import (
     TrainingDiverged,
     as_yaml,
@@ -105,22 +107,26 @@ def test_a_run_with_roles_resumes_without_warnings(text_folder, tmp_path, caplog
     assert "resuming from step" in caplog.text and "rope_parameters" not in caplog.text
 
 
-EXPERTS = "{num_experts_per_tok: 2, moe_intermediate_size: 16, num_local_experts: 4, %s}"
-
-
-@pytest.mark.parametrize(
-    ("body", "attention"),
-    [
-        pytest.param("gpt_neox", "own", marks=pytest.mark.slow),
-        ("mixtral", "own"),
-        pytest.param("mixtral", "strict", marks=pytest.mark.slow),
-        pytest.param("qwen3_moe", "own", marks=pytest.mark.slow),
-        pytest.param("granitemoe", "own", marks=pytest.mark.slow),
-    ],
+EXPERTS = (
+    "{num_experts_per_tok: 2, moe_intermediate_size: 16, shared_expert_intermediate_size: 16, "
+    "%s: 4}"
 )
+MODELS = [
+    (family.vanilla.config_class.model_type, *kind)
+    for family in FAMILIES
+    for kind in (
+        ("own", family.vanilla.config_class.model_type, family.vanilla.__name__),
+        ("strict", family.config.model_type, family.causal_lm.__name__),
+    )
+]
+RENAMED = [(body, kind) for body, kind, *names in MODELS if any(map(renamings, names))]
+
+
+@pytest.mark.parametrize(("body", "attention"), mostly_slow(RENAMED, [("mixtral", "own")]))
 def test_weights_whose_names_on_disk_are_others_are_resumed(text_folder, tmp_path, body, attention):
     """Untied heads of GPT-NeoX and experts: Trainer reads a checkpoint by the class's names."""
-    options = EXPERTS % ("num_experts: 4" if body == "qwen3_moe" else "")
+    local = body in ("mixtral", "granitemoe")
+    options = EXPERTS % ("num_local_experts" if local else "num_experts")
     changes = {"model__options": options} if body != "gpt_neox" else {}
     words = {"model__body": body, "model__attention": attention, "model__tie_embeddings": False}
     wanted = recipe(text_folder, **words, **changes)
