@@ -6,6 +6,8 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     GraniteSWAConfig,
     GraniteSWAForCausalLM,
 )
@@ -158,6 +160,8 @@ def test_folders_stay_transformers_own(name, tmp_path):
 def test_models_without_windows_or_with_their_own_ways_keep_their_attention():
     capped = Gemma2Config(**SIZES, sliding_window=WINDOW, query_pre_attn_scalar=8)
     converted = convert(use_fused_attention(stock("Gemma 3")), "strict")
-    models = {"eager": Gemma2ForCausalLM(capped), "sdpa": converted}
-    for theirs, model in [*models.items(), ("sdpa", vanilla("Llama"))]:
-        assert use_fused_attention(model).config._attn_implementation == theirs
+    vision = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+    several = Gemma3Config(vision_config=vision, text_config=stock("Gemma 3").config.to_dict())
+    assert use_fused_attention(Gemma2ForCausalLM(capped)).config._attn_implementation == "eager"
+    for model in (converted, vanilla("Llama"), Gemma3ForConditionalGeneration(several)):
+        assert use_fused_attention(model).config._attn_implementation == "sdpa"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from coca_attention.models.configuration import GLOBAL, LOCAL, layer_types
+from coca_attention.models.configuration import GLOBAL, LOCAL, layer_types, own_window
 from coca_attention.models.layer_pass import Band
 from coca_attention.ops import attend
 from coca_attention.ops.opaque import compiling
@@ -31,12 +31,13 @@ def use_fused_attention(model: PreTrainedModel) -> PreTrainedModel:
     Returns:
         The model.
     """
-    theirs, kinds = model.config._attn_implementation, set(layer_types(model.config))
+    theirs = model.config._attn_implementation
     sinks = theirs == "eager" and model.config.model_type == "granite_swa"
     windows = (
         theirs == "sdpa"
         and model.device.type == "cpu"
-        and kinds in ({LOCAL}, {LOCAL, GLOBAL})
+        and own_window(model.config) is not None
+        and set(layer_types(model.config)) in ({LOCAL}, {LOCAL, GLOBAL})
         and model._supports_attention_backend
         and not hasattr(model.config, "coca_form")  # which has this already
     )
