@@ -16,7 +16,6 @@ from typing import Any
 
 import vl_convert
 
-from coca_lab.report import read_results
 from coca_lab.report.charts import COLOURS, LineChart, Palette
 from coca_lab.report.drawing import NARROW, specification
 from coca_lab.report.lengths import PASSKEYS, PERPLEXITY, frame_of
@@ -68,7 +67,7 @@ Titled = tuple[str, LineChart]
 
 def readme_charts() -> list[Titled]:
     """README's two charts with their findings."""
-    tasks, _ = tasks_and_runs(parsed(read_results([ROOT / README_RESULTS])))
+    tasks, _ = tasks_and_runs(parsed(published(ROOT / README_RESULTS)))
     made = []
     for (task, title), figure in zip(TITLES.items(), (PERPLEXITY, PASSKEYS), strict=True):
         (cells,) = tasks[task]
