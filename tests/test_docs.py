@@ -150,7 +150,7 @@ def test_the_readmes_commands_run(workplace, capsys):
         parses(words)
         if words[0] == "train":
             small = [*SMALL_RUN, "--model.num-layers=3", "--data.source=books"]
-            small += ["--data.passkey-share=0", f"--output={words[1]}"]
+            small += ["--data.passkey-share=0", "--validation.source=books", f"--output={words[1]}"]
             assert main([*words, *small]) == 0, capsys.readouterr().err
 
 

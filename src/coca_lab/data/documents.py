@@ -81,8 +81,8 @@ class SourceSettings:
 
     def documents(self, share: float = 0.0, *, from_held_out: bool = False) -> Iterator[Document]:
         """`read_documents` with these settings: the share that is held out, or all others."""
-        options = {"text_field": self.text_field, "bad_lines": self.bad_lines}
-        for document in read_documents(self.source, **options):
+        field, lines = self.text_field, self.bad_lines
+        for document in read_documents(self.source, text_field=field, bad_lines=lines):
             if (share > 0 and held_out(document, share)) == from_held_out:
                 yield document
 

@@ -32,7 +32,7 @@ from coca_attention.errors import UserError
 from coca_lab.environment import describe_environment
 from coca_lab.files import read_json, write_json
 from coca_lab.folders import write_card
-from coca_lab.loading import load_model, model_without_weights
+from coca_lab.loading import load_model, model_without_weights, no_progress_bars
 from coca_lab.recipe import Recipe, all_fields, as_yaml
 from coca_lab.recipe_sections import TrainingRecipe
 from coca_lab.training.callbacks import shown
@@ -100,7 +100,7 @@ def train(
         for schedule, folder in zip(recipe.schedules, folders, strict=True)
     ]
     dtype = saved_dtype(recipe)
-    with ExitStack() as stack:
+    with no_progress_bars(), ExitStack() as stack:
         with state.main_process_first():
             inputs = inputs_of(recipe)
             if state.is_main_process:
@@ -277,15 +277,15 @@ def fit(run: Run, number: int) -> Summary:
         )
         seconds = trainer.train_to_the_end(resume, before)
     place, dtype = (run.output, run.dtype) if is_last else (folder, None)
-    trainer.save_trained(run.data.tokenizer, place, dtype)
-    summary = {
-        **{name: getattr(stage, name) for name in ("name", "train", "objective")},
-        **sizes,
-        **trainer.curves(),
-        **_cost(settings, recipe.data.block_length, resume and before.global_step, seconds),
-    }
-    if state.is_main_process and not is_last:
-        with catch_write_errors(folder, trainer.describe_saved):
+    with catch_write_errors(place, trainer.describe_saved):
+        trainer.save_trained(run.data.tokenizer, place, dtype)
+        summary = {
+            **{name: getattr(stage, name) for name in ("name", "train", "objective")},
+            **sizes,
+            **trainer.curves(),
+            **_cost(settings, recipe.data.block_length, resume and before.global_step, seconds),
+        }
+        if state.is_main_process and not is_last:
             write_json(folder / STAGE_FILE, summary)
     state.wait_for_everyone()
     return summary

@@ -122,7 +122,6 @@ def load_data(recipe: Recipe, inputs: Mapping[str, str], output: Path) -> Traini
     with PartialState().main_process_first():
         tokenizer = load_run_tokenizer(recipe, output)
     data, batch = recipe.data, recipe.training.global_batch_size
-    length, apart = data.block_length, data.separate_documents
     asks = recipe.validation.passkeys or recipe.validation.needles
     # Before the text is read, which can take hours.
     retrieval = load_retrieval(recipe, tokenizer) if asks else None
@@ -132,12 +131,12 @@ def load_data(recipe: Recipe, inputs: Mapping[str, str], output: Path) -> Traini
     read = apportion([*weights, *shares], batch, recipe.steps) if weights else None
     wanted = {} if read is None else dict(zip(data.mixture, read[-1].tolist(), strict=False))
     wanted[VALIDATION] = recipe.validation.batches * batch
-    blocks, validation = dict[str, BlockDataset | TaskBlocks](), None
-    digests = dict[str, Digest]()
+    blocks, validation, digests = dict[str, BlockDataset](), None, dict[str, Digest]()
     for text in recipe.texts:
         most, count = text.max_tokens, wanted.get(text.name)
         if most is None and count is not None and text.source.source.startswith("hf:"):
-            most = count * length + 1  # of a stream no more than is read, with the last target
+            # Of a stream no more than is read, with the last target.
+            most = count * data.block_length + 1
         with error_prefix(text.where):
             tokens = tokenise(
                 text.source,
@@ -148,46 +147,16 @@ def load_data(recipe: Recipe, inputs: Mapping[str, str], output: Path) -> Traini
                 folder=data.token_folder,
                 content=inputs[text.what],
             )
-            made = BlockDataset(tokens, length, end=end_of_text(tokenizer) if apart else None)
+            end = end_of_text(tokenizer) if data.separate_documents else None
+            made = BlockDataset(tokens, data.block_length, end=end)
             if text.trains:
                 blocks[text.name] = made
             else:
                 validation = spread_evenly(made, wanted[VALIDATION])
         digest = sha256(tokens.data).hexdigest()
         digests[text.name] = {"tokens": len(tokens), "sha256": digest}
-    for index, task in enumerate(data.task_shares):
-        if read is None:
-            count = round(len(blocks[TEXT]) * shares[index] / (1 - sum(shares)))
-        else:
-            count = max(int(read[-1, len(weights) + index]), 1)
-        if count:
-            seed = recipe.training.seed
-            blocks[task] = TaskBlocks(task, tokenizer, length, count, seed, apart)
-    order, epochs = _order(recipe, {name: len(each) for name, each in blocks.items()}, read)
-    # Stages read consecutive parts of one order.
-    every = ConcatDataset(blocks.values())
-    ends = batch * np.cumsum([settings.steps for settings in recipe.schedules])
-    stages = [Subset(every, part) for part in np.split(order, ends[:-1])]  # pyright: ignore
+    stages, epochs = _in_order(recipe, tokenizer, blocks, read)
     return TrainingData(tokenizer, stages, validation, retrieval, digests, epochs)
-
-
-def _order(
-    recipe: Recipe, sizes: dict[str, int], read: np.ndarray | None
-) -> tuple[np.ndarray, dict[str, float]]:
-    """The order in which the blocks of all texts are read, and the passes over each."""
-    batch, seed = recipe.training.global_batch_size, recipe.training.seed
-    if read is not None:
-        epochs = {name: int(n) / sizes[name] for name, n in zip(sizes, read[-1], strict=True)}
-        return mixture_order(list(sizes.values()), read, seed), epochs
-    there, needed = sum(sizes.values()), recipe.steps * batch
-    whole = there // batch * batch
-    if not whole:
-        raise UserError(
-            f"the training data makes {there} blocks, fewer than global_batch_size {batch}; use "
-            "more text or a smaller batch"
-        )
-    order = block_order(whole, needed, seed) if recipe.stages else np.arange(whole)
-    return order, {TEXT: needed / whole}
 
 
 # Blocks and orders
@@ -289,6 +258,43 @@ def spread_evenly(blocks: BlockDataset, count: int) -> Subset:
             "more text or fewer batches"
         )
     return Subset(blocks, [index * len(blocks) // count for index in range(count)])
+
+
+def _in_order(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: dict[str, BlockDataset],
+    read: np.ndarray | None,
+) -> tuple[list[Subset], dict[str, float]]:
+    """The blocks of texts and tasks that every stage reads, and the passes over each source."""
+    data, shares, seed = recipe.data, recipe.data.task_shares, recipe.training.seed
+    batch, blocks = recipe.training.global_batch_size, dict[str, BlockDataset | TaskBlocks](texts)
+    for task, share in shares.items():
+        if read is None:
+            count = round(len(texts[TEXT]) * share / (1 - sum(shares.values())))
+        else:
+            count = max(int(read[-1, len(blocks)]), 1)
+        if count:
+            length, apart = data.block_length, data.separate_documents
+            blocks[task] = TaskBlocks(task, tokenizer, length, count, seed, apart)
+    sizes = {name: len(each) for name, each in blocks.items()}
+    if read is not None:
+        order = mixture_order([*sizes.values()], read, seed)
+        epochs = {name: int(n) / sizes[name] for name, n in zip(sizes, read[-1], strict=True)}
+    else:
+        there, needed = sum(sizes.values()), recipe.steps * batch
+        whole = there // batch * batch
+        if not whole:
+            raise UserError(
+                f"the training data makes {there} blocks, fewer than global_batch_size {batch}; "
+                "use more text or a smaller batch"
+            )
+        order = block_order(whole, needed, seed) if recipe.stages else np.arange(whole)
+        epochs = {TEXT: needed / whole}
+    # Stages read consecutive parts of one order.
+    every, steps = ConcatDataset(blocks.values()), [each.steps for each in recipe.schedules]
+    parts = np.split(order, batch * np.cumsum(steps)[:-1])
+    return [Subset(every, part) for part in parts], epochs  # pyright: ignore
 
 
 def block_order(blocks: int, needed: int, seed: int) -> np.ndarray:

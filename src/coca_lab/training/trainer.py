@@ -32,7 +32,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from coca_attention.errors import UserError
 from coca_lab.files import put_in_place
-from coca_lab.loading import no_progress_bars, without_warnings
+from coca_lab.loading import without_warnings
 from coca_lab.recipe_sections import TrainingRecipe
 from coca_lab.training.folder import (
     Summary,
@@ -188,7 +188,7 @@ class RecipeTrainer(Trainer):
         stop = StopOnSignal(self.accelerator)
         self.add_callback(stop)
         try:
-            with stop, no_progress_bars():
+            with stop:
                 result = self.train(resume_from_checkpoint=resume)
         except UserError:
             raise
@@ -316,28 +316,27 @@ class RecipeTrainer(Trainer):
     ) -> None:
         """Merge adapters and save the model in a dtype, with its tokenizer, whole or not at all."""
         partial, model = folder / ".model.partial", self.accelerator.unwrap_model(self.model)
-        with no_progress_bars(), catch_write_errors(folder, self.describe_saved):
-            if hasattr(model, "merge_and_unload"):
-                model = self.model = model.merge_and_unload()
-            self._check_finite()
-            weights: Any = self.accelerator.get_state_dict(self.model)
-            # Gathered or cast they no longer share memory, so tied ones would be saved twice.
-            tied: Any = getattr(model, "all_tied_weights_keys", {})
-            weights = {name: weight for name, weight in weights.items() if name not in tied}
-            weights = weights if dtype is None else _cast(weights, dtype)
-            if not self.is_world_process_zero():
-                return
-            shutil.rmtree(partial, ignore_errors=True)
-            model.save_pretrained(partial, state_dict=weights)
-            if dtype is not None:
-                model.config.dtype = dtype
-                model.config.save_pretrained(partial)
-            tokenizer.save_pretrained(partial)
-            for path in partial.iterdir():
-                if path.is_dir():  # chat templates; a folder takes the place of an empty one alone
-                    shutil.rmtree(folder / path.name, ignore_errors=True)
-                put_in_place(path, folder / path.name)
-            partial.rmdir()
+        if hasattr(model, "merge_and_unload"):
+            model = self.model = model.merge_and_unload()
+        self._check_finite()
+        weights: Any = self.accelerator.get_state_dict(self.model)
+        # Gathered or cast they no longer share memory, so tied ones would be saved twice.
+        tied: Any = getattr(model, "all_tied_weights_keys", {})
+        weights = {name: weight for name, weight in weights.items() if name not in tied}
+        weights = weights if dtype is None else _cast(weights, dtype)
+        if not self.is_world_process_zero():
+            return
+        shutil.rmtree(partial, ignore_errors=True)
+        model.save_pretrained(partial, state_dict=weights)
+        if dtype is not None:
+            model.config.dtype = dtype
+            model.config.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        for path in partial.iterdir():
+            if path.is_dir():  # chat templates; a folder takes the place of an empty one alone
+                shutil.rmtree(folder / path.name, ignore_errors=True)
+            put_in_place(path, folder / path.name)
+        partial.rmdir()
 
     def _check_finite(self) -> None:
         """Raise TrainingDiverged, in all processes, if a weight is not finite in one of them."""

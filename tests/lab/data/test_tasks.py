@@ -1,27 +1,17 @@
-"""Blocks of a text and of several sources by their shares; associative recall: texts and blocks.
+"""Associative recall: texts and blocks.
 
 Passkeys and needles are tested where they are evaluated.
 """
 
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from coca_attention.errors import UserError
-from coca_lab.data.tasks import recall_block, recall_text, recall_vocabulary
+from coca_lab.data.tasks import recall_block, recall_text
 from coca_lab.evaluation.recall import RecallSettings, read_texts
-from coca_lab.training.texts import (
-    BlockDataset,
-    TaskBlocks,
-    apportion,
-    mixture_order,
-    spread_evenly,
-)
 
 VOCABULARY = range(10, 210)
 
@@ -77,17 +67,6 @@ def test_blocks_have_texts_of_many_lengths_and_loads_and_mark_the_answers():
     assert min(counts) == 4 and 25 < max(counts) <= 32 and len(counts) > 60
 
 
-def test_answers_alone_are_trained(tokenizer):
-    item = TaskBlocks("recall", tokenizer, 64, 3, 5)[1]
-    vocabulary = recall_vocabulary(tokenizer)
-    block, answers = recall_block(vocabulary, tokenizer.eos_token_id, 65, (5, 1))
-    assert item["input_ids"].tolist() == block[:-1].tolist()
-    targets = item["shift_labels"]
-    assert targets[targets != -100].tolist() == block[answers].tolist()
-    assert ((targets != -100).numpy() == answers[1:]).all()
-    assert tokenizer.eos_token_id not in vocabulary
-
-
 def test_accuracy_is_counted_by_octave_of_distance():
     class Oracle:
         """Knows the answers of distances below a limit."""
@@ -114,63 +93,3 @@ def test_accuracy_is_counted_by_octave_of_distance():
     for octave, (asked, right) in near.items():
         assert right == (asked if int(octave) < 32 else 0)
         assert asked == found[octave][0]
-
-
-@given(tokens=st.integers(2, 200), length=st.integers(1, 20))
-def test_every_token_is_a_target_at_most_once(tokens, length):
-    array = np.arange(tokens, dtype=np.uint16)
-    if tokens <= length:
-        with pytest.raises(ValueError, match="fewer than one block"):
-            BlockDataset(array, length)
-        return
-    dataset = BlockDataset(array, length)
-    items = [dataset[i] for i in range(len(dataset))]
-    targets = torch.cat([item["shift_labels"] for item in items]).tolist()
-    assert targets == list(range(1, len(items) * length + 1))
-    assert tokens - 1 - len(targets) < length
-    for item in items:
-        assert torch.equal(item["input_ids"] + 1, item["shift_labels"])
-
-
-@settings(max_examples=30)
-@given(weights=st.lists(st.floats(0.001, 1), min_size=1, max_size=6), batch=st.integers(1, 50))
-def test_shares_hold_after_every_step(weights, batch):
-    read = apportion(weights, batch, 60)
-    due = np.outer(np.arange(61) * batch, np.array(weights) / sum(weights))
-    assert (read.sum(1) == np.arange(61) * batch).all()
-    assert (np.diff(read, axis=0) >= 0).all()
-    assert (read - due < 1).all()
-    if len(weights) == 2:
-        assert (abs(read - due) < 1).all()
-
-
-def test_blocks_to_validate_on_are_spread_over_the_text():
-    blocks = BlockDataset(np.arange(101, dtype=np.uint16), 10)
-    assert list(spread_evenly(blocks, 4).indices) == [0, 2, 5, 7]
-
-
-def test_the_papers_shares_are_exact():
-    assert apportion([0.75, 0.25], 256, 100)[-1].tolist() == [19200, 6400]
-    assert apportion([0.75, 0.25], 4, 3).tolist() == [[0, 0], [3, 1], [6, 2], [9, 3]]
-
-
-def test_a_short_source_is_repeated_each_pass_in_a_new_order():
-    """75 blocks of a source that has 40, and 25 of one that has 7."""
-    read = apportion([0.75, 0.25], 10, 10)
-    blocks = mixture_order([40, 7], read, 0).tolist()
-    assert len(blocks) == 100
-    for first, size, count in ((0, 40, 75), (40, 7, 25)):
-        mine = [block for block in blocks if first <= block < first + size]
-        assert len(mine) == count
-        passes = [mine[start : start + size] for start in range(0, count, size)]
-        for one in passes[:-1]:
-            assert sorted(one) == list(range(first, first + size))
-        assert len(set(passes[-1])) == len(passes[-1])
-        assert len({tuple(one) for one in passes}) == len(passes)
-    for step in range(10):
-        counts = Counter(block < 40 for block in blocks[10 * step : 10 * step + 10])
-        assert counts[True] in (7, 8) and counts[False] in (2, 3)
-    equal = mixture_order([9, 9], apportion([0.5, 0.5], 2, 9), 0)
-    assert (equal[equal < 9] != equal[equal >= 9] - 9).any()  # sources have orders of their own
-    assert mixture_order([40, 7], read, 0).tolist() == blocks
-    assert mixture_order([40, 7], read, 1).tolist() != blocks
