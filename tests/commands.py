@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -30,29 +30,30 @@ def post(address: str, **content: Any) -> Any:
 
 
 @contextmanager
-def serving(
-    folder: Path, log: Path, *options: str
-) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """The address and the process of ``coca serve``, which has loaded no model yet."""
+def answering(log: Path, environment: dict[str, str], *words: Any) -> Iterator[tuple[str, Any]]:
+    """The address and the process of a server that a command with a ``--port`` starts."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    words = ["serve", str(folder), "--port", port, "--device", "cpu", *options]
+        address = f"http://localhost:{free.getsockname()[1]}"
+    command = [*map(str, words), "--port", address.rpartition(":")[2]]
     with open(log, "w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "coca_lab.cli", *words],
-            stdout=output,
-            stderr=output,
-            env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
+            command, stdout=output, stderr=output, env=os.environ | environment
         )
     try:
-        for _ in range(240):
-            assert process.poll() is None, log.read_text()
+        for _ in range(600):
+            assert process.poll() is None, log.read_text()[-3000:]
             with suppress(OSError):
-                urlopen(f"http://localhost:{port}/health")
+                urlopen(f"{address}/health")
                 break
             time.sleep(0.5)
-        yield f"http://localhost:{port}", process
+        yield address, process
     finally:
-        process.kill()
-        process.wait()
+        process.terminate()
+        process.wait(timeout=60)
+
+
+def serving(folder: Path, log: Path, *options: str) -> AbstractContextManager[tuple[str, Any]]:
+    """The address and the process of ``coca serve``, which has loaded no model yet."""
+    words = [sys.executable, "-m", "coca_lab.cli", "serve", folder, "--device", "cpu", *options]
+    return answering(log, {"PYTHONPATH": ":".join(sys.path)}, *words)

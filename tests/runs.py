@@ -4,6 +4,7 @@ The fixtures ``trained``, ``base`` and ``staged`` are such runs, trained once fo
 them, and copy the folder to change it.
 """
 
+import json
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -77,6 +78,12 @@ def write_recipe(base, text_folder, path, stages, **model):
     }
     path.write_text(yaml.safe_dump(content))
     return path
+
+
+def cells_of(results):
+    """The cells of a result file, without the time they took."""
+    found = json.loads(Path(results).read_text())["results"]
+    return [{name: x for name, x in cell.items() if name != "seconds"} for cell in found]
 
 
 class AtStep(TrainerCallback):

@@ -1,15 +1,9 @@
 """vLLM's server with streamed clients, and with the trained native model's passkeys."""
 
-import os
-import socket
 import subprocess
 import sys
-import time
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from urllib.error import URLError
-from urllib.request import urlopen
 
 import pytest
 
@@ -31,36 +25,17 @@ pytestmark = [
 ]
 
 
-@contextmanager
 def serving(folder, log, *options):
-    """The address of `vllm serve`, once it answers."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = os.environ | {
+    """The address and the process of `vllm serve`."""
+    environment = {
         "PYTHONPATH": str(ROOT / "src"), "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
     }  # fmt: skip
     # What `vllm serve` runs, which the package vllm-cpu does not have: it looks for one named vllm.
     words = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
-    words += ["--port", port, "--dtype", "float32", "--enforce-eager", *options]
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [str(word) for word in words], stdout=output, stderr=output, env=environment
-        )
-    address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 300
-    try:
-        while True:
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-            try:
-                with urlopen(f"{address}/health"):
-                    break
-            except URLError:
-                time.sleep(0.5)
-        yield address
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
+    return commands.answering(
+        log, environment, *words, "--dtype", "float32", "--enforce-eager", *options
+    )
 
 
 def test_streamed_clients_get_the_same_text_alone_and_at_once(tmp_path):
@@ -70,7 +45,7 @@ def test_streamed_clients_get_the_same_text_alone_and_at_once(tmp_path):
     roles = Roles("lg", window=16, decay=0.0)
     folder = saved(convert(model, "rope", roles=roles), tmp_path / "model")
     options = ["--model-impl", "transformers", "--max-num-seqs", 8]
-    with serving(folder, tmp_path / "log", *options) as address:
+    with serving(folder, tmp_path / "log", *options) as (address, _):
         words = ["scripts/serve_clients.py", folder, "--url", address, "--clients", CLIENTS]
         done = subprocess.run(
             [sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True
@@ -84,7 +59,7 @@ def test_equal_answers_here_and_behind_every_server(tmp_path):
     folder = exported(TRAINED, tmp_path / "native", "--gguf", "--context", "1024")
     asked = partial(answered_passkeys, folder, 512, 20)
     records = {"here": asked(tmp_path / "here.json")}
-    with serving(folder, tmp_path / "log", "--max-num-seqs", 8, *OVERRIDES) as address:
+    with serving(folder, tmp_path / "log", "--max-num-seqs", 8, *OVERRIDES) as (address, _):
         records["vLLM"] = asked(tmp_path / "vllm.json", address)
     with commands.serving(folder, tmp_path / "coca") as (address, _):
         records["coca serve"] = asked(tmp_path / "coca.json", address)
@@ -100,7 +75,7 @@ def test_equal_answers_here_and_behind_every_server(tmp_path):
 def test_the_trained_model_finds_passkeys_64_times_farther(tmp_path):
     folder = exported(TRAINED, tmp_path / "native", "--context", str(CONTEXT))
     assert OVERRIDES[1] in (folder / "README.md").read_text()
-    with serving(folder, tmp_path / "log", "--max-num-seqs", 8, *OVERRIDES) as address:
+    with serving(folder, tmp_path / "log", "--max-num-seqs", 8, *OVERRIDES) as (address, _):
         length = CONTEXT - ANSWER - 2
         records = answered_passkeys(folder, length, 20, tmp_path / "found.json", address)
     log = (tmp_path / "log").read_text()

@@ -54,21 +54,6 @@ LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 VICUNA = {"max_position_embeddings": 16, "max_sequence_length": 64, "rope_parameters": LINEAR}
 
 
-@pytest.mark.parametrize(
-    ("changes", "rounding"),  # of frequencies, by Transformers in float32
-    [({}, 1e-6), ({"rope_parameters": LLAMA3}, 1e-5), (VICUNA, 1e-5)],
-)
-def test_by_default_nothing_changes_in_texts_that_the_model_was_made_to_read(changes, rounding):
-    """Also where a rule has extended what it was trained on first, as in Llama 3.1."""
-    model = vanilla("Llama", **changes).double().eval()
-    longest, longer = some_tokens(model, length=64), some_tokens(model, length=68)
-    before = [logits(model, ids) for ids in (longest, longer)]
-    found = rotation(convert(model, "rope").config)
-    assert (found.max_distance, found.temperature) == (64, 64)
-    assert difference(logits(model, longest), before[0]) < rounding
-    assert difference(logits(model, longer), before[1]) > 1e-4
-
-
 def test_the_training_length_can_be_set():
     found = rotation(convert(vanilla("Llama"), "rope", length=16).config)
     assert (found.max_distance, found.temperature) == (16, 16)

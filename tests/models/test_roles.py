@@ -117,16 +117,6 @@ def test_a_layer_of_free_pairs_is_analysed_as_a_rotary_one(family):
     torch.testing.assert_close(score_rows(hot, rows), expected[0] * factor[:, None])
 
 
-def test_scaling_leaves_local_layers_alone_and_what_roles_do():
-    model = with_roles()
-    local, whole = (rotation(model.config, kind) for kind in (LOCAL, GLOBAL))
-    set_rotary_scaling(model, "linear", factor=4.0)
-    assert rotation(model.config, LOCAL) == local
-    scaled = rotation(model.config, GLOBAL)
-    assert scaled.rule.kind == "linear" and replace(scaled, rule=whole.rule) == whole
-    assert (whole.turning, whole.temperature, whole.decay) == (0, 16, 1.5)
-
-
 @pytest.mark.parametrize("family", [*VARIED, "Qwen3"])
 def test_a_model_is_converted_to_roles(family, tmp_path):
     kinds = {"use_sliding_window": False, "layer_types": None} if "Qwen" in family else {}

@@ -80,16 +80,6 @@ def test_the_size_of_a_query_does_not_matter(form, size):
     torch.testing.assert_close(ours * size, theirs, rtol=1e-3, atol=1e-4)
 
 
-def test_no_texts_have_no_output():
-    inputs = make(length=10)
-    whole, _ = coca_linear_attention(*inputs)
-    state = None
-    for _ in range(2):
-        output, state = coca_linear_attention(*(x[:0] for x in inputs), state=state)
-        assert output.shape == (0, *whole.shape[1:])
-    assert state.products.shape == (0, 2, 16, 7)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_half_precision_is_as_exact_as_its_inputs(dtype):
     query, t, value = (x.to(dtype) for x in make(length=3000))
@@ -118,6 +108,7 @@ def test_what_has_no_state_and_wrong_shapes_are_refused(options, words):
 
 
 def test_sums_stay_wide_under_autocast_and_nothing_in_is_nothing_out():
+    """Neither tokens nor texts."""
     inputs = make(length=300, dtype=torch.float32)
     expected, _ = coca_linear_attention(*inputs)
     with torch.autocast("cpu", torch.bfloat16):
@@ -125,3 +116,7 @@ def test_sums_stay_wide_under_autocast_and_nothing_in_is_nothing_out():
     assert torch.equal(output, expected) and state.products.dtype == torch.float32
     output, after = coca_linear_attention(*(x[:, :, :0] for x in inputs), state=state)
     assert output.shape == (2, 4, 0, 7) and after is state
+    state = None
+    for _ in range(2):
+        output, state = coca_linear_attention(*(x[:0] for x in inputs), state=state)
+        assert output.shape == (0, 4, 300, 7) and state.products.shape == (0, 2, 16, 7)

@@ -19,7 +19,7 @@ from coca_lab.evaluation.task import at_once
 from coca_lab.studies import load_study, run_study
 from coca_lab.training import train
 from conftest import some_text, tiny_model
-from runs import OPTIONS, recipe
+from runs import OPTIONS, cells_of, recipe
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -210,9 +210,7 @@ def ready(path, model, **tasks):
 
 
 def cells(planned, path):
-    """The cells of a study, without the time they took."""
-    found = json.loads(run_study(planned, path / "out").read_text())["results"]
-    return [{k: v for k, v in cell.items() if k != "seconds"} for cell in found]
+    return cells_of(run_study(planned, path / "out"))
 
 
 def test_a_study_notices_other_files_of_a_tokenizer(model, tmp_path):

@@ -15,6 +15,7 @@ from coca_lab.evaluation.plan import open_models
 from coca_lab.store import Store
 from coca_lab.studies import load_study, run_study
 from conftest import tiny_model
+from runs import cells_of
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -43,9 +44,7 @@ def small(tmp_path_factory, tokenizer, model_folder, text_folder):
 
 
 def results(study, out, **options):
-    """The cells of a study, without the time they took."""
-    cells = json.loads(run_study(study, out, **options).read_text())["results"]
-    return [{k: v for k, v in cell.items() if k != "seconds"} for cell in cells]
+    return cells_of(run_study(study, out, **options))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from coca_lab.training import as_yaml, last_checkpoint, load_recipe, run, train
+from coca_lab.training import as_yaml, last_checkpoint, load_recipe, read_summary, run, train
 from covering import mostly_slow
 from runs import Record, assert_the_same, recipe, write_recipe
 
@@ -88,13 +88,15 @@ def test_killed_anywhere_it_ends_in_the_same_weights(staged, tmp_path, where):
 
 
 def test_a_mixture_resumes_between_checkpoints_without_its_token_cache(text_folder, tmp_path):
+    """Losses that were not yet logged when the checkpoint was written are in the curve."""
     sources = {"most": (text_folder, 0.75), "rest": (text_folder / "00.txt", 0.25)}
     mixture = {name: {"source": str(x), "weight": y} for name, (x, y) in sources.items()}
     changes = {"data__mixture": json.dumps(mixture), "data__cache": tmp_path / "cache"}
-    changes |= {"data__held_out": 0, "validation__every": "null"}
+    changes |= {"data__held_out": 0, "validation__every": "null", "training__log_every": 5}
     settings, path = recipe("stdlib", **changes), tmp_path / "recipe.yaml"
     path.write_text(as_yaml(settings))
     whole, output = train(settings, tmp_path / "whole"), tmp_path / "killed"
+    assert [entry["step"] for entry in read_summary(whole)["curve"]] == [1, 5, 10, 12]
     kill_at("killed 6", path, output)
     assert last_checkpoint(output / "checkpoints").name == "checkpoint-4"
     shutil.rmtree(tmp_path / "cache" / "tokens")

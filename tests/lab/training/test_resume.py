@@ -185,15 +185,6 @@ def test_files_are_on_the_disk_before_another_checkpoint_goes(output, text_folde
     assert [path.name for path in newest.parent.iterdir()] == [newest.name]
 
 
-def test_a_curve_is_the_same_wherever_a_run_was_interrupted(text_folder, tmp_path):
-    """Losses that were not yet logged when the checkpoint was written are in it."""
-    settings = recipe(text_folder, training__log_every=5)
-    whole = train(settings, tmp_path / "whole")
-    resumed = train(settings, unfinished(whole, tmp_path / "resumed"))
-    assert [entry["step"] for entry in read_summary(whole)["curve"]] == [1, 5, 10, 12]
-    assert_the_same(resumed, whole)
-
-
 # Text, models and settings of a run that resumes
 
 

@@ -114,13 +114,6 @@ def test_recomputed_and_compiled_learn_the_same(trained, text_folder, tmp_path, 
             assert entry == pytest.approx(reference, rel=1e-4)
 
 
-def test_a_finished_run_is_not_repeated(trained, text_folder, tmp_path):
-    written = (trained / "model.safetensors").stat().st_mtime_ns
-    for changes in ({}, {"data__cache": tmp_path}):  # where tokens are stored makes no difference
-        assert train(recipe(text_folder, **changes), trained) == trained
-    assert (trained / "model.safetensors").stat().st_mtime_ns == written
-
-
 def test_a_run_that_failed_before_its_first_checkpoint_may_be_corrected(tmp_path):
     """Another recipe, other text and another vocabulary; the result is that of a fresh folder."""
     source, output = tmp_path / "books.txt", tmp_path / "run"
