@@ -167,8 +167,9 @@ def test_runs_of_the_gpu_check_the_comparison_and_the_page_parse():
 
 
 def test_report_and_printed_tables(cells):
-    other = [{**cell, "sizes": {**cell["sizes"], "kv_heads": 1}} for cell in cells]
-    page = build_report([{"results": [*cells, *other]}])
+    some = [cell for cell in cells if cell["case"] in ("operator", "training")]
+    other = [{**cell, "sizes": {**cell["sizes"], "kv_heads": 1}} for cell in some[:2]]
+    page = build_report([{"results": [*some, *other]}])
     for text in ("Operator, forward:", "Figure 6", "layers 2", "relative to the largest"):
         assert text in page
     ids = re.findall(r'\bid="([^"]+)"', page)

@@ -42,18 +42,6 @@ def test_tables_count_what_was_learned_by_length_and_octave(tmp_path):
         recall.read_answers(tmp_path / "results.json")
 
 
-def test_every_arm_is_tried_with_every_rate_then_trained_with_its_best(tmp_path):
-    study = load_study("recall")
-    arms = [name for name in study.models if " at " not in name]
-    fixed = [name for name in study.models if " at " in name]
-    trials = study.trials(tmp_path, dict.fromkeys(arms, 3e-3))
-    runs = {(t.name, t.recipe.training.learning_rate, t.seed, t.tunes) for t in trials}
-    rates = {name: float(name.partition(" at ")[2]) for name in fixed}
-    assert len(runs) == len(trials) == 8 * 3 + 11 * 5
-    assert {(n, rate, 100, True) for n in arms for rate in study.learning_rates} <= runs
-    assert {(n, rates.get(n, 3e-3), s, False) for n in study.models for s in range(5)} <= runs
-
-
 def test_arms_have_two_layers_and_about_the_same_size(tmp_path):
     sizes = {}
     for trial in load_study("recall").trials(tmp_path):

@@ -9,76 +9,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coca_attention.ops import Rotation
-from coca_attention.ops.positions import join_pairs
 from coca_lab.analysis.angles import (
     TURN,
     SeenKeys,
     angle_sums,
     angle_values,
-    anomalous_distance,
     anomalous_share,
     anomalous_tokens,
     borders_crossed,
     bound_check,
     collinear_bound,
-    complex_pairs,
     decay_sums,
     decay_values,
-    initial_angles,
     numbers,
     rotary_bound,
     rotary_scores,
-    signed_angles,
     steps,
 )
 from coca_lab.analysis.task import _added
-
-DEGREES = [0, 30, 90, 135, 180, 181, 225, 270, 315, 359]
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("key_degrees", [0, 100, 200, 300])
-def test_angles_of_known_vectors_in_every_quadrant(interleaved, key_degrees):
-    wanted = torch.tensor(DEGREES, dtype=torch.float64).deg2rad()
-    begin = torch.full_like(wanted, math.radians(key_degrees))
-    lengths = torch.arange(1, len(DEGREES) + 1, dtype=torch.float64)
-    q, k = (
-        complex_pairs(join_pairs(r * a.cos(), r * a.sin(), interleaved), 20, interleaved)
-        for r, a in ((lengths, begin + wanted), (1 / lengths, begin))
-    )
-    torch.testing.assert_close(initial_angles(q, k), wanted, atol=1e-12, rtol=0)
-    # Counterclockwise from key to query; the other way round it is 2π minus this angle.
-    other = torch.remainder(-wanted, TURN)
-    torch.testing.assert_close(initial_angles(k, q), other, atol=1e-12, rtol=0)
-
-
-def test_round_off_does_not_make_a_collinear_key_a_full_turn():
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(10_000, 2, generator=generator, dtype=torch.float64)
-    key = query * torch.rand(10_000, 1, generator=generator, dtype=torch.float64)
-    q, k = complex_pairs(query, 2), complex_pairs(key, 2)
-    assert (signed_angles(q, k) < 0).any()  # round-off there is
-    assert not initial_angles(q, k).any()
-    almost = torch.polar(*torch.tensor([1.0, TURN - 1e-6], dtype=torch.float64))
-    found = initial_angles(almost, torch.ones_like(almost))
-    assert found.item() == pytest.approx(TURN - 1e-6, abs=1e-12)
-
-
-def test_anomalous_distance_is_where_the_score_stops_rising():
-    theta = Rotation(16).frequencies()
-    angles = torch.linspace(0, TURN - 1e-3, 50, dtype=torch.float64).unsqueeze(-1)
-    tau = anomalous_distance(angles, theta)
-    above = angles[:, 0] > math.pi
-    assert not tau[~above].any()
-
-    def slope(distance):
-        return -(angles + distance * theta).sin()[above]
-
-    assert (slope(tau * 0.001) > 0).all()
-    assert (slope(tau * 0.999) > 0).all() and (slope(tau * 1.001) < 0).all()
-    # The score of a pair that does not turn never rises.
-    still = anomalous_distance(torch.tensor([4.0, 4.0]), torch.tensor([1.0, 0.0]))
-    assert still.tolist() == pytest.approx([TURN - 4.0, 0.0])
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 7, 100])
