@@ -120,6 +120,11 @@ def test_the_task_is_a_command_a_section_of_studies_and_of_the_report(phase, tmp
     assert main(["study", str(study), "--output", str(tmp_path)]) == 0
     results = tmp_path / "results.json"
     (cell,) = json.loads(results.read_text())["results"]
+    assert main(["eval", "--help"]) == 0 and TASKS["repeats"].summary in capsys.readouterr().out
+    words = ["eval", "repeats", str(phase), "--prompt=alpha1", "--tokens=4", "--name=mine"]
+    assert main([*words, "--output", str(tmp_path / "alone.json")]) == 0
+    (alone,) = json.loads((tmp_path / "alone.json").read_text())["results"]
+    assert cell | alone | {"seconds": cell["seconds"]} == cell
     assert (cell["task"], cell["attention"], cell["tokens"]) == ("repeats", "phase", 4)
     assert main(["report", str(results), "--output", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
