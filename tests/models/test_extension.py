@@ -78,6 +78,8 @@ def test_limited_distances_change_nothing_up_to_their_limit_and_say_what_they_re
     model, ids = vanilla("Llama").double(), some_tokens(vanilla("Llama"), length=40)
     before = logits(model, ids)
     assert extend_context(model, max_distance=40) is model
+    with pytest.raises(UserError, match="already a CoCA model"):
+        extend_context(model)
     assert difference(logits(model, ids), before) < 1e-6
     assert model.config.max_position_embeddings == 256 and training_length(model.config) == 64
     assert rotation(model.config).max_distance == 40
@@ -123,11 +125,6 @@ def test_what_cannot_be_extended_stays_as_it_is(family, changes, settings, messa
     with pytest.raises(UserError, match=message):
         extend_context(model, **settings)
     assert difference(logits(model, ids), expected) < 1e-6
-
-
-def test_converted_models_are_extended_once():
-    with pytest.raises(UserError, match="already a CoCA model"):
-        extend_context(extend_context(vanilla("Llama")))
 
 
 def test_a_temperature_is_folded_by_an_evaluation_which_restores_every_bit():

@@ -171,18 +171,6 @@ def test_positions_decide_and_not_the_order_of_keys(gradients):
     assert (ours - coca_attention(last, t, v, **options)).abs().max() <= 1e-12
 
 
-@pytest.mark.parametrize("way", WAYS[:2])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(take, way, dtype):
-    take(way)
-    q, t, v = inputs(0)
-    options = {"rotation": Rotation(WIDTH, max_distance=LIMIT), "form": "strict"}
-    exact = coca_attention(q, t, v, **options)
-    ours = coca_attention(*(x.to(dtype) for x in (q, t, v)), **options)
-    assert ours.dtype == dtype
-    assert (ours.double() - exact).abs().max() < 0.05
-
-
 def test_masks_of_float16_hide_however_large_the_scores_are():
     q, t, v = (x.half() for x in inputs(0, queries=29))
     places = torch.arange(29)

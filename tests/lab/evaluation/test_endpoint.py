@@ -15,7 +15,9 @@ from coca_lab.data.ruler import ask_for_ruler
 from coca_lab.data.tasks import Prompt, ask_for_passkeys
 from coca_lab.evaluation import endpoint as module
 from coca_lab.evaluation.endpoint import Endpoint, as_sent
+from coca_lab.export.llama_cpp import serve
 from commands import run, serving
+from natives import exported, roles, saved
 
 
 def completion(text=" 12345", **usage):
@@ -159,18 +161,37 @@ def test_what_is_no_prompt_is_not_asked(capsys, tokenizer, tmp_path):
     assert code == 2 and "an endpoint answers prompts, without a scaling" in err
 
 
+def assert_answers_alike(capsys, words, served, output):
+    """A server and a model in this process."""
+    found = []
+    for where in (served, []):
+        code, _, err = run(capsys, "eval", "passkey", *words, *where, "--output", output)
+        assert code == 0, err
+        cells = json.loads(output.read_text())["results"]
+        # A stream keeps back what is not yet a whole character.
+        found.append([x["output"].rstrip("�") for cell in cells for x in cell["samples"]])
+        output.unlink()
+    assert found[0] == found[1] and len(set(found[0])) > 1
+
+
 @pytest.mark.slow
 def test_coca_serve_answers_as_the_model_does_here(capsys, model_folder, tmp_path):
     pytest.importorskip("uvicorn", reason="Transformers' server is an extra")
-    words = ["eval", "passkey", model_folder, "--lengths", "300,301", "--samples", "8"]
-    words, found = [*words, "--max-new-tokens", "12", "--output", tmp_path / "r.json"], []
+    words = [model_folder, "--lengths", "300,301", "--samples", "8", "--max-new-tokens", "12"]
     with serving(model_folder, tmp_path / "log", "--context", "2048") as (url, _):
         at = ["--endpoint", f"{url}/v1", "--model", str(model_folder), "--requests", "2"]
-        for where in (at, []):
-            code, _, err = run(capsys, *words, *where)
-            assert code == 0, err
-            cells = json.loads((tmp_path / "r.json").read_text())["results"]
-            # A stream keeps back what is not yet a whole character.
-            found.append([x["output"].rstrip("�") for cell in cells for x in cell["samples"]])
-            (tmp_path / "r.json").unlink()
-    assert found[0] == found[1] and len(found[0]) == 16 and len(set(found[0])) > 1
+        assert_answers_alike(capsys, words, at, tmp_path / "r.json")
+
+
+@pytest.mark.slow
+def test_llama_cpp_answers_as_transformers_does(capsys, tmp_path):
+    pytest.importorskip("gguf")
+    pytest.importorskip("xllamacpp", reason="llama.cpp as its authors publish it")
+    source = saved(roles(), tmp_path / "model")
+    native = exported(source, tmp_path / "native", "--context", "512", "--gguf")
+    server = serve(next(native.glob("*.gguf")), 512)
+    words = [native, "--samples", "6", "--max-new-tokens", "12", "--lengths"]
+    at = ["--endpoint", f"{server.listening_address}/v1", "--model", "any", "--requests", "3"]
+    assert_answers_alike(capsys, [*words, "350"], at, tmp_path / "r.json")
+    code, _, err = run(capsys, "eval", "passkey", *words, "600", *at)
+    assert code == 2 and "status 400" in err and "exceed" in err

@@ -122,19 +122,12 @@ INVALID = [
     ("model.hidden_size=48", "hidden_size / num_heads must be even, got 3"),
     ("model.num_key_value_heads=2", "gpt_neox has no num_key_value_heads"),
     ("model.body=llama model.num_key_value_heads=3", "must divide num_heads"),
-    ("model.rope_base=0", "model.rope_base: Input should be greater than 0"),
-    ("model.interpolation=0.5", "interpolation: Input should be greater than or equal to 1"),
     ("model.layers=lx", "letters l and g, got 'lx'"),
     ("model.layers=llg model.num_layers=2", "at most num_layers letters, got 'llg' for 2 layers"),
-    (
-        "model.layers=lg model.window=0",
-        "model: window must be a whole number between 2 and .*, got 0",
-    ),
     ("model.layers=lg model.start=folder", "leave out layers"),
     ("model.start=folder model.hidden_size=64", "leave out hidden_size"),
     ("model.window=8", "window is for local layers: set layers"),
     ("model.decay_length=5", "decay_length 5.0 requires a decay"),
-    ("model.decay=-1", "model: decay must be a finite number from 0, got -1"),
     ("model.turning_pairs=99", "turning_pairs must be at most 32"),
     ("model.max_distance=9", "got attention slack: use rope, strict or"),
     ("model.linear=true", "linear is for new models with a shift-invariant form"),
@@ -157,14 +150,9 @@ INVALID = [
     ("validation.passkeys=1", r"validation\.passkeys and needles are asked for"),
     ("validation.every=1 validation.lengths=[300]", "lengths are those of prompts"),
     ("validation.every=1 validation.passkeys=1 validation.lengths=[0]", r"lengths\.0: .* equal"),
-    ("training.steps=many", r"training\.steps: Input should be a valid integer"),
     ("training.steps=0", r"training\.steps: Input should be .* equal to 1, got 0"),
     ("training.step=5", r"unrecognized arguments: --training\.step;"),  # no abbreviations
-    ("training.final_share=2", "final_share: Input should be less than or equal to 1, got 2"),
-    ("training.learning_rate=.inf", "learning_rate: Input should be a finite number"),
-    ("training.seed=-1", "seed: Input should be greater than or equal to 0"),
     ("stages=[{name:x,train:k}]", r"stages\.0\.train: Input should be .*, got 'k'"),
-    ("stages=[{name:x,objective:perplexity}]", r"stages\.0\.objective: Input should be "),
     ("stages=[{name:x,stepz:3}]", r"stages\.0\.stepz: there is no such field$"),
     ("stages=[{name:../x}]", "stage '../x': name is also"),
     ("stages=[{name:x},{name:x}]", "stages must have different names, got x, x"),
@@ -267,7 +255,7 @@ KINDS = [("strict", 0), ("slack", 0), ("rope", 4)]
     ("body", "attention", "free"),
     [(body, *KINDS[index % len(KINDS)]) for index, body in enumerate(BODIES)],
 )
-def test_a_recipe_gives_layers_their_roles(body, attention, free):
+def test_a_recipe_fits_every_body_and_gives_layers_their_roles(body, attention, free):
     config = configured(attention, body, layers="llg", window=8)
     local, whole = "sliding_attention", "full_attention"
     assert config.layer_types == [local, local, whole, local, local]
@@ -281,13 +269,10 @@ def test_a_recipe_gives_layers_their_roles(body, attention, free):
     assert (rotation(config, whole).decay, rotation(config, whole).decay_length) == (1.0, 8.0)
     assert rotation(config, local).decay is None
     assert AutoModelForCausalLM.from_config(config)(torch.arange(20)[None]).logits.isfinite().all()
-
-
-@pytest.mark.parametrize("body", BODIES)
-def test_a_form_fits_every_body(body):
-    model = AutoModelForCausalLM.from_config(configured("strict", body))
-    assert attention_of(model.config) == "strict" and model.config.model_type == f"coca_{body}"
-    assert AutoModelForCausalLM.from_config(configured("rope", body)).config.model_type == body
+    made = {x: AutoModelForCausalLM.from_config(configured(x, body)) for x in ("strict", "rope")}
+    assert {x: model.config.model_type for x, model in made.items()} == {
+        "strict": f"coca_{body}", "rope": body
+    }  # fmt: skip
 
 
 def test_each_part_can_be_switched_off_or_on_alone():
@@ -302,11 +287,8 @@ def test_each_part_can_be_switched_off_or_on_alone():
     assert found("slack", decay=2.0) == ("slack", None, None, 2.0)
     assert found("rope", decay=2.0, temperature=True) == ("rope", None, 64, 2.0)
     assert found("rope", turning_pairs=2) == ("rope", 2, None, None)
-
-
-def test_attention_can_be_linear():
-    config = configured("strict", "llama", linear=True)
-    assert config.coca_linear and config.layer_types == ["hybrid"] * 5
+    linear = configured("strict", "llama", linear=True)
+    assert linear.coca_linear and linear.layer_types == ["hybrid"] * 5
 
 
 def test_distances_can_be_limited(tmp_path):
