@@ -8,8 +8,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -22,7 +20,6 @@ from coca_attention.errors import UserError
 from coca_attention.models.families import FAMILIES
 from coca_lab.training import (
     TrainingDiverged,
-    as_yaml,
     is_finished,
     last_checkpoint,
     load_recipe,
@@ -288,25 +285,6 @@ def test_a_second_signal_ends_a_step_at_once(output, text_folder, monkeypatch):
         train(recipe(text_folder), output, callbacks=[stop])
     assert last_checkpoint(output / "checkpoints").name == "checkpoint-8"
     assert signal.getsignal(signal.SIGINT) is before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_signal_from_another_process_saves_the_step(text_folder, tmp_path, name, code):
-    path = tmp_path / "recipe.yaml"
-    changes = {"training__steps": 10**6, "training__save_every": 10**6}
-    path.write_text(as_yaml(recipe(text_folder, validation__every="null", **changes)))
-    command = ["-m", "coca_lab.cli", "train", path, "--output", tmp_path / "run"]
-    with subprocess.Popen([sys.executable, *command], stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        said = iter(process.stderr)
-        assert any(re.match(r"\S+ step \d+ of 1,000,000, loss .* left, until ", x) for x in said)
-        process.send_signal(getattr(signal, name))
-        *_, last = said
-    assert process.returncode == code
-    step = re.search(r"interrupted: .*ended after step (\S+) of 1,000,000, which is saved", last)[1]
-    saved = last_checkpoint(tmp_path / "run" / "checkpoints")
-    assert saved is not None and saved.name == f"checkpoint-{step.replace(',', '')}"
 
 
 # Values that are not finite
