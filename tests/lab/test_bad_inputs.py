@@ -52,14 +52,10 @@ class Place:
                 file.write_bytes(content)
         return str(path)
 
-    def named(self, source: str) -> Path:
-        """A copy whose name is not UTF-8."""
-        return shutil.copytree(self.folder / source, self.new("\udce9"))
-
-    def configured(self, source: str, **fields) -> str:
-        """A copy with other fields in its configuration."""
-        content = json.loads((self.folder / source / "config.json").read_text()) | fields
-        return self.copy(source, config_json=json.dumps(content).encode())
+    def configured(self, **fields) -> str:
+        """A copy of a model with other fields in its configuration."""
+        content = json.loads((self.model / "config.json").read_text()) | fields
+        return self.copy("llama-rope", config_json=json.dumps(content).encode())
 
     def recipe(self, **fields) -> str:
         """The recipe of the run with other fields."""
@@ -107,10 +103,6 @@ def perplexity(*words, make=lambda p: p.model):
     return lambda p: ["eval", "perplexity", make(p), "--source", p.text, "--windows", "16", *words]
 
 
-def task(name, *words):
-    return lambda p: ["eval", name, p.model, *words]
-
-
 def generate(*words, make=lambda p: p.model):
     return lambda p: ["generate", make(p), *(words or ("alpha", "--max-new-tokens", "2"))]
 
@@ -140,11 +132,6 @@ def damaged(**files):
     return perplexity(make=lambda p: p.copy("llama-rope", **files))
 
 
-def configured(source="llama-rope", **fields):
-    """What measures a model with other fields in its configuration."""
-    return perplexity(make=lambda p: p.configured(source, **fields))
-
-
 def larger_tokenizer(p):
     path = p.copy("llama-rope")
     text = " ".join(f"{a}{b}" for a in "abcdefghijklmnop" for b in "qrstuvwxyz0123")
@@ -160,7 +147,7 @@ CELL = '{"results": [{"task": "perplexity", "model": "a", "scaling": "none", %s}
 CASES = {
     # Of every kind one; single settings, files of text and results are tested where they are read.
     "wandb": (train(training__report_to=["wandb"]), "requires wandb"),
-    "heads of a model": (generate(make=lambda p: p.configured("llama-rope", num_attention_heads=0)),
+    "heads of a model": (generate(make=lambda p: p.configured(num_attention_heads=0)),
                          "no model could be loaded"),
     "training.json": (lambda p: ["report", p.copy("run", training_json=b'{"curve": ['),
                                  "--output", p.new()], "no valid JSON"),
@@ -203,8 +190,8 @@ CASES = {
     "no configuration": (damaged(config_json=b""), "no model could be loaded"),
     "damaged tokenizer": (damaged(tokenizer_json=b""), "tokenizer"),
     "half a tokenizer": (damaged(tokenizer_json=None), "has no tokenizer: copy tokenizer.json"),
-    "code of a folder": (configured(model_type="mine", auto_map={"AutoConfig": "mine.Config"}),
-                         "code of its folder, which is never run"),
+    "code of a folder": (perplexity(make=lambda p: p.configured(
+        model_type="mine", auto_map={"AutoConfig": "mine.Config"})), "code of its folder"),
     "device": (perplexity("--device", "quantum"), "device 'quantum'"),
     # Evaluations.
     "long windows": (perplexity("--windows", str(10**18)), "smaller windows"),
@@ -216,7 +203,8 @@ CASES = {
     "seed of draws": (generate("x", "--seed", str(2**70)), "seed: Input should be less than"),
     "bytes": (generate("\udcff"), "not UTF-8"),
     # Names in another encoding, which no card, result or page can say.
-    "name of a model": (perplexity(make=lambda p: p.named("llama-rope")), "not UTF-8"),
+    "name of a model": (perplexity(make=lambda p: shutil.copytree(
+        p.model, p.new("\udce9"))), "not UTF-8"),
     "name of a target": (lambda p: ["convert", p.model, p.new("\udce9")], "not UTF-8"),
     "name of a run": (lambda p: ["train", p.recipe(), "--output", p.new("\udce9")], "not UTF-8"),
     "name in results": (perplexity("--name", "\udce9"), "not UTF-8"),
