@@ -114,7 +114,10 @@ def test_the_rule_scales_models_that_keep_it(phase, tmp_path, kind):
         set_rotary_scaling(model, "slowed", speed=4.0)
 
 
-def test_the_task_is_a_command_a_section_of_studies_and_of_the_report(phase, tmp_path, capsys):
+def test_the_task_is_a_command_a_section_of_studies_and_of_the_report(
+    phase, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("COCA_IMPORT", "extensions")
     study = tmp_path / "study.yaml"
     study.write_text(f"models: {{mine: {phase}}}\nrepeats: {{prompt: alpha1, tokens: 4}}\n")
     assert main(["study", str(study), "--output", str(tmp_path)]) == 0
