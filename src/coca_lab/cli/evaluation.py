@@ -6,7 +6,6 @@ from pathlib import Path
 
 from pydantic import PositiveInt
 
-from coca_lab import studies
 from coca_lab.analysis.task import ANALYSIS
 from coca_lab.cli import Command, choose
 from coca_lab.cli.console import RAY, PlacedSettings, ProgressBar, parse, parse_file, print_table
@@ -117,6 +116,8 @@ analyze_command = task_command(ANALYSIS, "coca")
 
 def study_command(words: list[str]) -> None:
     """Train or load models, evaluate them alike and draw a page; resumes when run again."""
+    from coca_lab import studies  # and all that trains models, a second for other commands
+
     usage = "coca study NAME|STUDY.yaml [--workers N] [--ray [ADDRESS]] [--training.steps 100 …]"
     options = {**RAY, "--workers": {"type": int, "help": WORKERS}}
     name, overrides, chosen = parse_file(

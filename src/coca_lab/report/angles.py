@@ -37,7 +37,7 @@ BOUNDS = {
 Shares = list[Fraction | None]
 Violations = Annotated[dict[str, Number | None], having("checked", "violations", "largest_ratio")]
 """How often an inequality was looked at, and violated."""
-Distance = Annotated[dict[str, Number | None], having("distance", *BOUNDS)]
+AtDistance = Annotated[dict[str, Number | None], having("distance", *BOUNDS)]
 """A mean score and its bounds."""
 Shift = Annotated[dict[str, Number], having("shift", "nats", "nats_shifted")]
 """The loss when all positions are moved."""
@@ -63,7 +63,7 @@ class Angles(Record):
 class Decay(Record):
     """Scores by distance, and the paper's bounds of them."""
 
-    by_distance: list[Distance]
+    by_distance: list[AtDistance]
     eq19: Violations
     eq20: Violations
     eq21: Violations

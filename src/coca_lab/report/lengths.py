@@ -19,15 +19,15 @@ from coca_lab.report.charts import Frame, LineChart
 from coca_lab.report.section import Entry, Section, Table, enumeration, number, span
 
 SCALING_NAMES = {"linear": "PI", "ntk": "NTK", "dynamic": "dynamic NTK", "yarn": "YaRN"}
-DASHES = {"none": "", "ntk": "6 3", "dynamic": "6 3", "linear": "9 3 2 3", "yarn": "9 3 2 3"}
+STYLES = {"none": "", "ntk": "6 3", "dynamic": "6 3", "linear": "9 3 2 3", "yarn": "9 3 2 3"}
 SHORT = "attend-last"
 """The scaling of cells without any text before the last tokens; they have one window alone."""
-KEPT = 0.85
+SHARE = 0.85
 """The share of its score that a model keeps up to a length."""
 
 
 @dataclass(frozen=True)
-class Measure:
+class Charted:
     """What the figures of a task are.
 
     Attributes:
@@ -47,12 +47,12 @@ class Measure:
     level: float | None = None
 
 
-PERPLEXITY = Measure(
+PERPLEXITY = Charted(
     "Perplexity against the length read at once", "perplexity", number, None, "tokens read at once"
 )
-PASSKEYS = Measure("Passkeys found, by prompt length", "share of passkeys found", top=1)
-RULER = Measure("RULER", "RULER score", top=1, x="tokens of prompt and answer")
-RECALL = Measure("Associative recall", "share of questions answered", top=1, x="tokens of the text")
+PASSKEYS = Charted("Passkeys found, by prompt length", "share of passkeys found", top=1)
+RULER = Charted("RULER", "RULER score", top=1, x="tokens of prompt and answer")
+RECALL = Charted("Associative recall", "share of questions answered", top=1, x="tokens of the text")
 
 
 def line_label(cell: Figure) -> str:
@@ -83,14 +83,14 @@ def frame_of(cells: Sequence[Figure]) -> Frame:
             "low": low,
             "high": high,
             "colour": cell.model,
-            "dash": "2 3" if last else DASHES.get(cell.scaling, "6 3"),
+            "dash": "2 3" if last else STYLES.get(cell.scaling, "6 3"),
             "mark": "line" if last else "both",
             "first": cell.scaling == "none",
             "cell": cell,
         }
         rows += [row | {"x": x} for x in (plain if last and plain else [cell.length])]
     frame: Frame = pd.DataFrame(rows)
-    kinds = [*DASHES, *(kind for kind in frame["scaling"].unique() if kind != SHORT), SHORT]
+    kinds = [*STYLES, *(kind for kind in frame["scaling"].unique() if kind != SHORT), SHORT]
     place = frame["scaling"].map(kinds.index)
     model, line = (frame[name].factorize()[0] for name in ("model", "line"))
     return _one_a_place(frame.iloc[np.lexsort((frame["x"], line, place, model))])
@@ -117,7 +117,7 @@ def _one_a_place(frame: Frame) -> Frame:
 
 
 def length_section(
-    frame: Frame, measure: Measure, *, text: str = "", title: str = "", bars: bool = True
+    frame: Frame, measure: Charted, *, text: str = "", title: str = "", bars: bool = True
 ) -> Section:
     """The section of a frame whose lines have one figure a length."""
     best = frame.groupby("x")["y"].agg("max" if measure.top else "min").map(measure.form)
@@ -147,7 +147,7 @@ def length_section(
     )
 
 
-def finding(frame: Frame, measure: Measure) -> str:
+def finding(frame: Frame, measure: Charted) -> str:
     """Who is best at the longest length where any model has a figure, and what the others have."""
     plain = without_short(frame)
     plain = plain[np.isfinite(plain["y"])]
@@ -232,7 +232,7 @@ def at_tokens(frame: Frame, size: int) -> str:
     return f"At {size:,} tokens ({factor}the training context)"
 
 
-def by_kind(frame: Frame, measure: Measure, *, bars: bool = True) -> list[Section]:
+def by_kind(frame: Frame, measure: Charted, *, bars: bool = True) -> list[Section]:
     """A section for every size and kind of figures."""
     sections = []
     for names, part in frame.groupby(["kind", "size"], sort=False):
@@ -290,26 +290,26 @@ def ruler_sections(cells: Sequence[Figure]) -> list[Section]:
 
 
 def _with_kept(section: Section) -> Section:
-    """The section with a column of the longest length up to which a line keeps `KEPT`."""
+    """The section with a column of the longest length up to which a line keeps `SHARE`."""
     if section.chart is None:
         return section
     lines = section.chart.points.groupby("line", sort=False)
     rows = [[*row, _kept(lines.get_group(row[0]))] for row in section.rows]
     note = (
-        f"{KEPT:.0%} of the score at the training context, or if it was not measured at the "
+        f"{SHARE:.0%} of the score at the training context, or if it was not measured at the "
         "longest length below it, else at the shortest."
     )
-    header = [*section.header, f"keeps {KEPT:.0%} up to"]
+    header = [*section.header, f"keeps {SHARE:.0%} up to"]
     return replace(section, header=header, rows=rows, note=f"{section.note} {note}")
 
 
 def _kept(line: Frame) -> str:
-    """The longest length up to which a model keeps `KEPT` of its score at its training length."""
+    """The longest length up to which a model keeps `SHARE` of its score at its training length."""
     scores, trained = line.set_index("x")["y"].sort_index(), training_length(line) or 0
     first = max([n for n in scores.index if n <= trained], default=scores.index[0])
     if not scores[first]:
         return "–"
-    kept = (scores.loc[first:] >= KEPT * scores[first]).cummin()
+    kept = (scores.loc[first:] >= SHARE * scores[first]).cummin()
     last = kept[kept].index[-1]
     return f"≥ {last:,}" if last == scores.index[-1] else f"{last:,}"
 

@@ -13,7 +13,7 @@ from coca_lab.report.charts import Frame
 from coca_lab.report.lengths import (
     PERPLEXITY,
     SHORT,
-    Measure,
+    Charted,
     at_tokens,
     by_kind,
     frame_of,
@@ -76,7 +76,7 @@ def _differences(plain: Frame) -> list[Section]:
     last = others[others["x"] == longest]
     who = f"{last['line'].iloc[0]} has" if len(last) == 1 else "the others have"
     lead = f"{at_tokens(others, longest)} {who} {span(last['y'], '{:.2f}'.format)} × the perplexity"
-    measure = Measure(
+    measure = Charted(
         "Perplexity: paired differences",
         f"perplexity against that of {name}",
         lambda y: f"{y:.3f} ×" if math.isfinite(y) else "–",

@@ -32,7 +32,7 @@ PLACE = ("task", "scaling", "factor", "length", "kind", "name", "training_seed",
 PAPER = "paper.yaml"
 PAPER_LENGTHS = [512 * 2**n for n in range(7)]
 Cells = list[CheckedCell]
-Item = TypeVar("Item")
+T = TypeVar("T")
 
 
 class HarnessFile(Record):
@@ -153,9 +153,9 @@ def parsed(contents: Sequence[Content]) -> list[ResultFile]:
     return found
 
 
-def grouped(items: Iterable[Item], key: Callable[[Item], Hashable]) -> dict[Any, list[Item]]:
+def grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> dict[Any, list[T]]:
     """Items by a key, the keys in the order of their first items."""
-    groups: dict[Hashable, list[Item]] = {}
+    groups: dict[Hashable, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 EVERY = 60.0
 """Seconds between lines."""
-SETTLED = 2.0
+FIRST_LINE = 2.0
 """Seconds from the first step, which may compile, to the first line: the speed is known then."""
 
 
@@ -88,7 +88,7 @@ class Lines(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs) -> None:
         now, step = time.monotonic(), state.global_step
         if self.first is None:
-            self.first, self.due = (step, now), now + SETTLED
+            self.first, self.due = (step, now), now + FIRST_LINE
         elif now >= self.due and step < state.max_steps:
             self.due = now + EVERY
             steps, seconds = step - self.first[0], now - self.first[1]
