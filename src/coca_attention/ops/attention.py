@@ -98,7 +98,9 @@ def attend(
         return attend_parts([part], (query, key, query, key, value), scale, sinks)
     masked = path not in ("plain", "square") or sight.mask is not None
     kernel, query, key, value = _kernel_of(query, key, value, masked, scale, dropout, sinks)
-    if path == "plain":
+    if path == "plain" and queries == 1 and sight.mask is None:
+        output = _attend_one(kernel, query, key, value)
+    elif path == "plain":
         output = kernel(query, key, value, sight.mask)
     elif path == "square":
         output = kernel(query, key, value, None, True)
@@ -170,6 +172,14 @@ class _Kernel(NamedTuple):
             enable_gqa=self.grouped,
         )
         return output if self.sink_key is None or not causal else output[..., 1:, :]
+
+
+def _attend_one(kernel: _Kernel, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """One query (B, H, 1, D): the heads that share keys are the rows of one product."""
+    if query.device.type != "cpu":  # measured on a CPU alone
+        return kernel(query, key, value, None)
+    rows = query.reshape(*query.shape[:-3], key.shape[-3], -1, query.shape[-1])
+    return kernel(rows, key, value, None).reshape(*query.shape[:-1], -1)
 
 
 def _kernel_of(
