@@ -128,7 +128,7 @@ class Recipe:
 
     def check(self) -> None:
         """Raise UserError if settings contradict each other."""
-        checked(Recipe, asdict(self))  # a field set in Python may have any value
+        checked(Recipe, asdict(self))  # defaults, too, and fields that were set in Python
         checks = {"model": _check_model, "data": _check_data, "validation": _check_validation}
         for name, check in checks.items():
             with error_prefix(f"{name}."):
