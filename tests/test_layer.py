@@ -115,8 +115,6 @@ def test_dropout_applies_only_in_training():
         ((30, 4), {}, "not a multiple of num_heads"),
         ((12, 4), {}, "must be even"),
         ((32, 0), {}, "num_heads must be a whole number from 1, got 0"),
-        ((32, 4, 3), {}, "must divide the number of query heads; got 3 and 4"),
-        ((32, 4, 4, "loose"), {}, "unknown score form"),
         ((32, 4), {"rotation": Rotation(8, max_distance=4)}, "does not limit distances: leave"),
         ((32, 4), {"free_pairs": 5}, "free_pairs must be .* between 0 and 4, got 5"),
     ],

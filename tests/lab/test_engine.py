@@ -39,16 +39,6 @@ def test_values_and_their_times_survive_and_can_be_forgotten(tmp_path):
     assert not list(path.parent.iterdir())
 
 
-def test_one_process_at_a_time(tmp_path):
-    path = tmp_path / "values.sqlite"
-    with Store(path) as store:
-        for _ in range(2):
-            with pytest.raises(UserError, match=r"values\.sqlite is in use by another process"):
-                Store(path)
-            store.put(["a"], [1])
-    assert Store(path).get("a") == 1
-
-
 def test_a_damaged_file_and_a_full_disk_are_named(tmp_path):
     path = tmp_path / "values.sqlite"
     with Store(path) as store:

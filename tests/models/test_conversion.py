@@ -56,7 +56,6 @@ REFUSED = [
     ("Llama", {"form": "slack", "max_distance": 9}, "form slack depend on both positions"),
     ("Llama", {"form": "rope", "free_pairs": 2}, "all pairs are free with form rope"),
     ("Llama", {"form": "rope", "length": 0}, f"length {LENGTH} 0"),
-    ("Llama", {"form": "rope", "length": 8.5}, f"length {LENGTH} 8.5"),
     ("Llama", {"form": "rope", "max_distance": 2.5}, f"max_distance {LENGTH} 2.5"),
     ("Llama", {"form": "rope", "max_distance": 65}, "the training length of 64 tokens, got 65"),
     ("Llama", {"form": "rope", "length": 8, "max_distance": 9}, "length of 8 tokens, got 9"),

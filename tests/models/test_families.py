@@ -225,9 +225,10 @@ def check_lora(cell):
 
 
 CHECKS = {name[6:]: check for name, check in [*globals().items()] if name.startswith("check_")}
-# Capabilities that take seconds are checked by default with the families that differ most; those of
-# `VARIED` are read by default with every piece of attention in test_caches.py.
+# What takes longer is checked by default with the families that differ most; all families are read
+# with pieces of attention in test_caches.py or saved and loaded with heads in test_heads.py.
 SOME = {"compile": ["Qwen2"], "lora": VARIED, "reading": ["GPT-NeoX", "Gemma 3"]}
+SOME["save_and_load"] = VARIED
 CELLS = list(product(FAMILIES, CHECKS))
 DEFAULT = [cell for cell in CELLS if cell[0] in SOME.get(cell[1], FAMILIES)]
 
@@ -260,7 +261,7 @@ def test_every_row_of_the_table_is_among_the_tests_families():
 
 
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", mostly_slow(FAMILIES, [*VARIED, *RENAMED]))
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, ["Llama", *RENAMED]))
 def test_a_converted_folder_is_the_model_in_memory(family, tied, tmp_path):
     """Whatever the names of its weights in the folder (experts, an untied head of GPT-NeoX)."""
     number = list(FAMILIES).index(family)
