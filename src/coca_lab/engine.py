@@ -145,9 +145,9 @@ class Engine:
         with closing(self._outcomes(queue)) as outcomes:
             for item, values, seconds in outcomes:
                 error = values if isinstance(values, Exception) else None
-                if error is None:
+                if not isinstance(values, Exception):
                     self.store.put(item.keys, values, seconds)
-                elif not isinstance(error, UserError):
+                elif not isinstance(values, UserError):
                     tries[as_text(item.keys)] += 1
                     if tries[as_text(item.keys)] < ATTEMPTS:
                         queue.append(item)

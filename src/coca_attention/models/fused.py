@@ -83,6 +83,8 @@ def fused_mask(**made: Any) -> Band | Tensor | None:
     known = mask is None or mask.shape[-1] == keys
     plain = made.get("allow_is_causal_skip", True)  # no documents, and no mask of the model's own
     if not (last and known and plain) or torch.compiler.is_exporting():
-        return sdpa_mask(**made | {"allow_is_causal_skip": False})
-    padded = mask is not None and (compiling() or not mask.all())
-    return Band(mask[:, offset:].long() if padded else None, made.get("local_size"))
+        made["allow_is_causal_skip"] = False
+        return sdpa_mask(**made)
+    if mask is not None:
+        mask = mask[:, offset:].long() if compiling() or not mask.all() else None
+    return Band(mask, made.get("local_size"))

@@ -183,7 +183,7 @@ class Measured:
 
         pairs = [p for n in lengths for p in zip(self.found[n], other.found[n], strict=True)]
         more, fewer = sum(a > b for a, b in pairs), sum(b > a for a, b in pairs)
-        return more, fewer, binomtest(more, more + fewer).pvalue if more + fewer else 1.0
+        return more, fewer, float(binomtest(more, more + fewer).pvalue) if more + fewer else 1.0
 
     def gain(self, lengths: Sequence[int]) -> tuple[int, float]:
         """What is found in texts of some lengths: more numbers, then less perplexity, is more."""
