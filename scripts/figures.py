@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 README_RESULTS = "results/retrieval"
 NAMES = {
     ("cohere 8 x 4000", "fold"): "layers with roles",
-    ("cohere rope 8 x 4000", "none"): "RoPE in the same body",
+    ("cohere rope 8 x 4000", "none"): "RoPE",
 }
 """The models in README's picture with their scaling, the recommended one first, and their names."""
 PAGES: dict[str, tuple[list[int], str]] = {
@@ -74,7 +74,8 @@ def readme_charts() -> list[Titled]:
         chosen = [cell for cell in cells if (cell.model, cell.scaling) in NAMES]
         means = frame_of(chosen)
         names = [NAMES[place] for place in zip(means["model"], means["scaling"], strict=True)]
-        means = means.assign(line=names, colour=names, dash="")
+        means = means.assign(line=names, colour=names, dash="", first=True)
+        lengths = sorted(means["x"].unique().tolist())
         far, (best, *_) = means["x"].max(), NAMES.values()
         last = means[means["x"] == far].set_index("line")["y"]
         worst = last.idxmin() if figure.top else last.idxmax()
@@ -84,7 +85,7 @@ def readme_charts() -> list[Titled]:
             means,
             "tokens read",
             "passkeys found" if figure.top else "perplexity (lower is better)",
-            ticks=sorted(means["x"].unique().tolist()),
+            ticks=sorted({lengths[0], *lengths[::-2]}),  # what has room on phones
             log_y=not figure.top,
             top=figure.top,
             mark=(trained, "training context"),
