@@ -114,15 +114,16 @@ def test_killed_at_ten_random_moments_it_ends_in_the_same_weights(base, text_fol
     path, began = write_recipe(base, text_folder, tmp_path / "r.yaml", parts), time.monotonic()
     straight, output = train(load_recipe(path), tmp_path / "straight"), tmp_path / "killed"
     draw, seconds, finished_stages = random.Random(0), time.monotonic() - began, []
-    while len(finished_stages) < 10:
+    # On a busy machine a run may need several starts to leave a stage.
+    while len(finished_stages) < 10 or not {0, 1, 2} <= {*finished_stages}:
+        assert len(finished_stages) < 60
         child = forked(train_until, "nowhere", path, output)
-        time.sleep(draw.uniform(0, seconds / 2))
+        time.sleep(draw.uniform(0, seconds))
         os.kill(child, signal.SIGKILL)
         if os.waitpid(child, 0)[1] == signal.SIGKILL:
             finished_stages.append(len(list(output.glob("stages/*/stage.json"))))
             continue
         assert_the_same(output, straight)
         shutil.rmtree(output)
-    assert {0, 1, 2} <= set(finished_stages)
     train(load_recipe(path), output)
     assert_the_same(output, straight)
