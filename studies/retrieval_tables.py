@@ -95,7 +95,7 @@ def in_one_folder(trial: Trial) -> bool | None:
     lengths = (LENGTH, 16 * LENGTH, 64 * LENGTH)
     found = [value(trial, "accuracy", length, "fold") for length in lengths]
     known = [each for each in found if each is not None]
-    return min(known) >= FOUND if known else None
+    return min(known) >= FOUND if len(known) == len(lengths) else None
 
 
 def arms_table(arms: dict[str, list[Trial]]) -> Iterator[list[str]]:

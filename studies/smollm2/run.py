@@ -206,6 +206,7 @@ def read(options: argparse.Namespace, every: list[Reading]) -> list[Cell]:
         "cpu_seconds": round(time.process_time() - cpu_start, 1),
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "torch": torch.__version__,
+        "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled(),  # `load` may turn it off
         "transformers": transformers.__version__,
     }
     return [entry | took]

@@ -179,7 +179,7 @@ class Measured:
 
     def compared(self, other: "Measured", lengths: Sequence[int]) -> tuple[int, int, float]:
         """Numbers that only it and only another finds, and p of the sign test between them."""
-        from scipy.stats import binomtest
+        from scipy.stats import binomtest  # here, for its import takes a second
 
         pairs = [p for n in lengths for p in zip(self.found[n], other.found[n], strict=True)]
         more, fewer = sum(a > b for a, b in pairs), sum(b > a for a, b in pairs)
