@@ -222,3 +222,18 @@ def test_the_length_of_public_models(name):
 def test_the_frequencies_of_dynamic_scaling_stay_those_of_transformers():
     fields = scaled("dynamic", 64, 2.0) | {"model_max_length": 256}
     assert rotation(AutoConfig.for_model("llama", **fields)).rule.training_length == 64
+
+
+@pytest.mark.parametrize(
+    ("changes", "rounding"),  # of frequencies, by Transformers in float32
+    [({}, 1e-6), ({"rope_parameters": LLAMA3}, 1e-5), (VICUNA, 1e-5)],
+)
+def test_by_default_nothing_changes_in_texts_that_the_model_was_made_to_read(changes, rounding):
+    """Also where a rule has extended what it was trained on first, as in Llama 3.1."""
+    model = vanilla("Llama", **changes).double().eval()
+    longest, longer = some_tokens(model, length=64), some_tokens(model, length=68)
+    before = [logits(model, ids) for ids in (longest, longer)]
+    found = rotation(convert(model, "rope").config)
+    assert (found.max_distance, found.temperature) == (64, 64)
+    assert difference(logits(model, longest), before[0]) < rounding
+    assert difference(logits(model, longer), before[1]) > 1e-4

@@ -14,7 +14,7 @@ from coca_attention.models import CoCAGPTNeoXConfig, CoCALlamaConfig, alibi
 from coca_attention.ops import attend
 from coca_attention.testing import difference, logits, some_tokens
 from coca_lab.loading import load_model
-from conftest import tiny_model
+from conftest import CONFIGS, tiny_model
 from covering import covering
 from families import assert_reads_the_same, assert_reloads, made
 
@@ -133,3 +133,15 @@ def test_engines_register_the_models_by_an_entry_point(group):
     (point,) = [each for each in entry_points(group=group) if each.value.startswith("coca")]
     point.load()()
     assert AutoConfig.for_model("coca_llama").model_type == "coca_llama"
+
+
+@pytest.mark.parametrize("kind", COCA)
+def test_the_t_projection_is_drawn_with_a_smaller_deviation(kind):
+    torch.manual_seed(0)
+    config = CONFIGS[kind]()
+    config.hidden_size = 128
+    weights = AutoModelForCausalLM.from_config(config).state_dict()
+    found = [weight for name, weight in weights.items() if name.endswith("t_proj.weight")]
+    assert len(found) == 2
+    spread = torch.cat([t.flatten() for t in found]).std()
+    assert spread == pytest.approx(0.02 / 2**0.5, rel=0.1)

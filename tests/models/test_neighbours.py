@@ -22,8 +22,11 @@ from coca_attention.testing import difference, logits, some_tokens
 from covering import covering, mostly_slow
 from families import (
     MODELS,
+    attended,
+    attentions,
     collinear,
     greedy,
+    left_padded,
     made,
     read_in_pieces,
 )
@@ -244,3 +247,46 @@ def test_compiled_decoding_over_a_half_cache_forms_no_keys():
     assert model.config.num_hidden_layers > 1
     assert sum("materialized" in target for target in targets) == 2
     assert not any("scaled_dot_product" in target for target in targets)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("form", FORMS)
+def test_float16_survives_queries_of_ten_thousand(form, backend):
+    """With |q| of 1e4 and scores of 1e7, attention weights are finite and match float64."""
+    exact, scale = model_of(form), 1e4
+    ids = some_tokens(exact)
+    for _ in range(2):  # first with weights near one-hot, so that only the lengths change then
+        for attention in attentions(exact):
+            attention.q_proj.weight.data.mul_(scale)
+        expected, layers = attended(exact, ids)
+        largest = max(q.norm(dim=-1).max().item() for _, q, _, _ in layers)
+        scale = 1e4 / largest
+    assert 9_900 < largest < 10_100
+    model = collinear("Llama", form)
+    model.load_state_dict(exact.state_dict())
+    model.half().set_attn_implementation(backend)
+    found = logits(model, ids)
+    assert found.isfinite().all()
+    # Softmax is nearly one-hot here, and float16 queries may pick a neighbour: most rows agree.
+    close = (found - expected).abs().amax(-1) < 0.05 * expected.abs().max()
+    assert close.float().mean() > 0.8
+    padded, mask = left_padded(ids, 3)
+    assert logits(model, padded, attention_mask=mask)[:, 3:].isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+def test_half_precision_is_within_its_rounding(form, dtype):
+    exact, rough = model_of(form), collinear("Llama", form)
+    for weight in exact.parameters():
+        if weight.dim() == 2:
+            weight.data.div_(4)
+    ids = some_tokens(exact)
+    rough.load_state_dict(exact.state_dict())
+    rough.to(dtype)
+    # About forty roundings in a row between the embedding and the logits.
+    assert difference(logits(rough, ids), logits(exact, ids)) < 40 * torch.finfo(dtype).eps
+    for rough.config.kv_cache in ("full", "half"):
+        assert greedy(rough, ids).shape == (2, 12)
