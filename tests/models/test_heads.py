@@ -5,6 +5,7 @@ from itertools import cycle, product
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from coca_attention import convert
 from coca_attention.models.families import HEADS
@@ -63,3 +64,12 @@ def test_a_head_is_trained_saved_and_reloaded(family, task, tmp_path):
     loaded = reloaded(model, tmp_path, TASKS[task])
     assert type(loaded) is type(model)
     assert torch.equal(outputs(loaded, ids), expected)
+
+
+def test_a_language_model_becomes_a_classifier(tmp_path):
+    model = convert(vanilla("Qwen3"))
+    model.save_pretrained(tmp_path)
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
+    ours = classifier.base_model.state_dict()
+    assert all(torch.equal(w, ours[n]) for n, w in model.base_model.state_dict().items())
+    assert classifier.score.weight.shape == (3, 32)

@@ -212,3 +212,15 @@ def test_errors():
             coca_attention(q, t, v, rotation=rotation, form="strict", **options)
     with pytest.raises(ValueError, match=r"remove decay from rope_parameters in its config\.json"):
         Rotation(WIDTH, max_distance=LIMIT, decay=0.5)
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(take, way, dtype):
+    take(way)
+    q, t, v = inputs(0)
+    options = {"rotation": Rotation(WIDTH, max_distance=LIMIT), "form": "strict"}
+    exact = coca_attention(q, t, v, **options)
+    ours = coca_attention(*(x.to(dtype) for x in (q, t, v)), **options)
+    assert ours.dtype == dtype
+    assert (ours.double() - exact).abs().max() < 0.05

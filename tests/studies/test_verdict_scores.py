@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import studies.verdict as verdict
+from coca_attention.models import CoCALlamaConfig, CoCALlamaForCausalLM
 from coca_attention.ops import Rotation
 from studies.verdict import BaselineConfig, BaselineForCausalLM
 from studies.verdict.model import BaselineAttention
@@ -197,3 +198,12 @@ def test_padding_is_refused():
 
 def test_every_score_has_a_name():
     assert set(verdict.SCORES) == {x[0]["score"] for x in LAYERS.values()}
+
+
+@pytest.mark.parametrize("form", ["strict", "magnitude"])
+def test_collinear_is_the_librarys_llama(form):
+    model = baseline("collinear", form=form)
+    coca = CoCALlamaForCausalLM(CoCALlamaConfig(**SIZES, coca_form=form))
+    weights = {name.replace("k_proj", "t_proj"): x for name, x in model.state_dict().items()}
+    coca.load_state_dict(weights)
+    same_logits(model, coca)

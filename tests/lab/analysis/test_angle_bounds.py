@@ -19,11 +19,14 @@ from coca_lab.analysis.angles import (
     borders_crossed,
     bound_check,
     collinear_bound,
+    complex_pairs,
     decay_sums,
     decay_values,
+    initial_angles,
     numbers,
     rotary_bound,
     rotary_scores,
+    signed_angles,
     steps,
 )
 from coca_lab.analysis.task import _added
@@ -176,3 +179,15 @@ def test_scores_by_distance_are_relative_to_their_maximum():
 
 def test_numbers_that_json_does_not_support_are_none():
     assert numbers(torch.tensor([1, math.nan, math.inf])) == [1.0, None, None]
+
+
+def test_round_off_does_not_make_a_collinear_key_a_full_turn():
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(10_000, 2, generator=generator, dtype=torch.float64)
+    key = query * torch.rand(10_000, 1, generator=generator, dtype=torch.float64)
+    q, k = complex_pairs(query, 2), complex_pairs(key, 2)
+    assert (signed_angles(q, k) < 0).any()  # round-off there is
+    assert not initial_angles(q, k).any()
+    almost = torch.polar(*torch.tensor([1.0, TURN - 1e-6], dtype=torch.float64))
+    found = initial_angles(almost, torch.ones_like(almost))
+    assert found.item() == pytest.approx(TURN - 1e-6, abs=1e-12)
