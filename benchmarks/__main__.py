@@ -36,7 +36,7 @@ def parser() -> ArgumentParser:
     option("--layers", default=12, **number, help="of models")
     option("--roles", help="of the layers in training and prefill, such as llg")
     option("--window", default=32, **number, help="tokens that a local layer sees")
-    option("--decay", default=1.0, type=float, help="of roles")
+    option("--decay", default=0.0, type=float, help="of roles")
     option("--flex", action="store_true", help="layers with roles by FlexAttention, too")
     option("--longest-contraction", default=4096, **number, help="its memory is quadratic")
     option("--rounds", default=15, **number, help="most; each times every variant once")

@@ -15,7 +15,7 @@ OPTIONS = "--device cuda --dtype bfloat16 --rounds 30 --seconds 2 --longest-cont
 OPERATOR = "--heads 32 --head-width 128"  # of a model of 7B parameters
 LAYERS = "--hidden-size 4096 --head-width 128 --layers 4"  # likewise, four of its layers
 MODEL = "--hidden-size 1024 --layers 18"
-ROLES = f"{MODEL} --roles llg --window 64 --decay 0"
+ROLES = f"{MODEL} --roles llg --window 64"
 RUNS = [
     f"operator --lengths 4096 8192 16384 32768 {OPERATOR}",
     f"operator --lengths 4096 32768 {OPERATOR} --kv-heads 8",

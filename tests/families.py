@@ -107,9 +107,9 @@ def collinear(family: str, form: str = "slack", seed: int = 0, **changes):
 # Models whose layers differ from the family's: family, form, settings of `convert`.
 MODELS = {
     "strict": ("Llama", "strict", {}),
-    "roles": ("GPT-NeoX", "rope", {"roles": Roles("lg", window=6, decay=0.0)}),
-    "roles with CoCA": ("Llama", "slack", {"roles": Roles("lg", window=6)}),
-    "roles with a decay": ("GPT-NeoX", "rope", {"roles": Roles("lg", window=6)}),
+    "roles": ("GPT-NeoX", "rope", {"roles": Roles("lg", window=6)}),
+    "roles with CoCA": ("Llama", "slack", {"roles": Roles("lg", window=6, decay=1.0)}),
+    "roles with a decay": ("GPT-NeoX", "rope", {"roles": Roles("lg", window=6, decay=1.0)}),
     "limited": ("Llama", "rope", {"max_distance": 11}),
     "limited strict": ("Mistral", "strict", {"max_distance": 5}),
     "limited in some layers": ("Gemma 3", "rope", {"max_distance": 11}),

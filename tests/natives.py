@@ -15,7 +15,7 @@ from conftest import some_text
 from families import SIZES, far_from_uniform, vanilla
 
 LENGTH, VOCABULARY = 64, 300
-ROLES = Roles("llg", window=6, temperature=False, decay=0.0)
+ROLES = Roles("llg", window=6, temperature=False)
 KINDS = ["roles", "roles with biases", "granite with sinks", "cohere2"]
 
 

@@ -13,9 +13,9 @@ LONGEST = 2**40
 class Roles:
     """Local layers, which see a window, and global ones, which see the whole text.
 
-    Without the decay this is HWFA (Su, 2023, kexue.fm/archives/9603) or RNoPE-SWA (arXiv
-    2501.18795) with queries times log n; the decay is KERPLE's (arXiv 2205.09921). A query at
-    distance d from a key in a global layer scores
+    This is HWFA (Su, 2023, kexue.fm/archives/9603) or RNoPE-SWA (arXiv 2501.18795) with queries
+    times log n; the decay, off by default, is KERPLE's (arXiv 2205.09921). A query at distance d
+    from a key in a global layer scores
     ``q · k * ln(n + 1) / ln(L + 1) / sqrt(D) - decay * ln(1 + d / decay_length)``, where it sees n
     keys and L is the training length. The defaults are what this project recommends.
 
@@ -26,7 +26,7 @@ class Roles:
     layers: str = "llg"
     """Roles of the layers, such as llg, repeated over all layers. l is local: attention over the
     last window tokens; g is global: dot products without positions over the whole text, with a
-    temperature and a decay."""
+    temperature."""
     window: int | None = None
     """Tokens that a local layer sees, the query's own included, at least 2; by default an eighth of
     the training length."""
@@ -36,9 +36,9 @@ class Roles:
     temperature: bool | None = None
     """Whether queries grow with the logarithm of the tokens in sight in layers that see the whole
     text, beginning from the training length; by default true with layers, and false without."""
-    decay: float | None = None
+    decay: float = 0.0
     """Exponent of a power law by which attention decays with the distance in layers that see the
-    whole text; 0 is none. By default 1 with layers, and 0 without."""
+    whole text; 0 is none. 1 keeps perplexity flatter, and costs retrieval."""
     decay_length: float | None = None
     """Distance in tokens at which it begins; by default an eighth of the training length."""
 
@@ -49,8 +49,7 @@ class Roles:
             value = getattr(self, name)
             if value is not None:
                 check_whole(name, value, smallest, LONGEST, error=UserError)
-        if self.decay is not None:
-            check_real("decay", self.decay, error=UserError)
+        check_real("decay", self.decay, error=UserError)
         if self.decay_length is not None:
             check_real("decay_length", self.decay_length, above=True, error=UserError)
 
@@ -61,6 +60,6 @@ class Roles:
         fields: dict[str, float] = {} if turning is None else {"turning_pairs": turning}
         if with_roles if self.temperature is None else self.temperature:
             fields["temperature"] = length
-        if decay := (float(with_roles) if self.decay is None else self.decay):
-            fields |= {"decay": decay, "decay_length": self.decay_length or length / 8}
+        if self.decay:
+            fields |= {"decay": self.decay, "decay_length": self.decay_length or length / 8}
         return fields

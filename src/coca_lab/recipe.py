@@ -199,7 +199,7 @@ def _check_positions(model: ModelRecipe) -> None:
         )
     if model.window and not model.layers:
         raise UserError("window is for local layers: set layers")
-    if model.decay_length and not (model.layers if model.decay is None else model.decay):
+    if model.decay_length and not model.decay:
         raise UserError(f"decay_length {model.decay_length} requires a decay")
     if model.max_distance and model.attention == "slack":
         raise UserError(

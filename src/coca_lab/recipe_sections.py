@@ -69,7 +69,7 @@ class ModelRecipe(Roles, Architecture):
     layers: str = ""
     """Roles of the layers, such as llg, repeated over all layers. l is local: attention over the
     last window tokens; g is global: dot products without positions over the whole text, with a
-    temperature and a decay. By default all layers apply attention to the whole text."""
+    temperature. By default all layers apply attention to the whole text."""
     max_distance: Count | None = None
     """Keys farther back than this many tokens are scored as if this far back, and a temperature
     makes no query smaller: what a rotary start says of texts up to this long does not change. Less

@@ -109,7 +109,7 @@ def assert_runs(engine, model, folder, **options):
 
 def native(**changes):
     """A GraniteSWA with random sinks."""
-    roles = Roles("lg", window=16, temperature=False, decay=0.0)
+    roles = Roles("lg", window=16, temperature=False)
     model = as_native(convert(random_model(**changes), "rope", roles=roles))
     torch.manual_seed(0)
     for layer in model.model.layers:
@@ -121,8 +121,8 @@ MODELS = {
     "strict": ("strict", {"free_pairs": 1}),
     "magnitude": ("magnitude", {}),
     "half cache": ("slack", {"kv_cache": "half"}),
-    "roles": ("rope", {"roles": Roles("lg", window=16, decay=0.0)}),
-    "roles with CoCA": ("slack", {"roles": Roles("lg", window=16, turning_pairs=2, decay=0.0)}),
+    "roles": ("rope", {"roles": Roles("lg", window=16)}),
+    "roles with CoCA": ("slack", {"roles": Roles("lg", window=16, turning_pairs=2)}),
 }
 
 
@@ -228,7 +228,10 @@ def linear():
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: convert(random_model(), "rope", roles=Roles("lg", window=16)), "a decay or max_"),
+        (
+            lambda: convert(random_model(), "rope", roles=Roles("lg", window=16, decay=1.0)),
+            "a decay or max_",
+        ),
         # Also in texts within the limit, where a longer one could follow.
         (lambda: convert(random_model(), "rope", max_distance=64), "a decay or max_distance"),
         (lambda: convert(random_model(), "strict", max_distance=64), "a decay or max_distance"),

@@ -42,7 +42,7 @@ def test_streamed_clients_get_the_same_text_alone_and_at_once(tmp_path):
     model = vanilla(
         "Llama", vocab_size=VOCABULARY, hidden_size=128, head_dim=32, max_position_embeddings=1024
     )
-    roles = Roles("lg", window=16, decay=0.0)
+    roles = Roles("lg", window=16)
     folder = saved(convert(model, "rope", roles=roles), tmp_path / "model")
     options = ["--model-impl", "transformers", "--max-num-seqs", 8]
     with serving(folder, tmp_path / "log", *options) as (address, _):

@@ -42,7 +42,7 @@ def run_python(card):
 
 
 def test_a_converted_folder_has_a_card_with_the_terms_of_its_source(source, tmp_path, monkeypatch):
-    roles = Roles("lg", window=8)
+    roles = Roles("lg", window=8, decay=1.0)
     model = convert_folder(source, tmp_path / "target", form="strict", roles=roles)
     card = ModelCard.load(tmp_path / "target/README.md")
     data = card.data

@@ -90,9 +90,14 @@ def test_context_is_folded_into_global_scores():
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (lambda: convert(vanilla("Llama"), "rope", roles=Roles("lg", decay=0.0)), "a temperature"),
-        (lambda: convert(vanilla("Llama"), "rope", roles=Roles("lg", temperature=False)), "decay"),
-        (lambda: convert(vanilla("Llama"), roles=Roles("lg", decay=0.0)), "strict|slack"),
+        (lambda: convert(vanilla("Llama"), "rope", roles=Roles("lg")), "a temperature"),
+        (
+            lambda: convert(
+                vanilla("Llama"), "rope", roles=Roles("lg", temperature=False, decay=1.0)
+            ),
+            "decay",
+        ),
+        (lambda: convert(vanilla("Llama"), roles=Roles("lg")), "strict|slack"),
         (lambda: convert(vanilla("Llama"), "rope"), "local and global layers"),
         (lambda: vanilla("Llama"), "local and global layers"),
     ],

@@ -17,7 +17,7 @@ def rows(text: str) -> dict[str, str]:
 
 
 def test_a_model_is_described(tmp_path, capsys):
-    model = convert(tiny_model("rope"), "strict", roles=Roles("lg", window=8))
+    model = convert(tiny_model("rope"), "strict", roles=Roles("lg", window=8, decay=1.0))
     model.to(torch.bfloat16).save_pretrained(tmp_path)
     shown = rows(run(capsys, "info", tmp_path)[1])
     assert shown["model"] == "CoCAGPTNeoXForCausalLM"

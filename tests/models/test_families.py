@@ -248,7 +248,7 @@ WAYS = {
     "strict": ("strict", {}),
     "half of the pairs": ("slack", {"free_pairs": 2}),
     "limited": ("rope", {"max_distance": 11}),
-    "roles": ("rope", {"roles": Roles("lg", window=6)}),
+    "roles": ("rope", {"roles": Roles("lg", window=6, decay=1.0)}),
 }
 # Whose weights have other names on disk, or whose norms have an offset.
 RENAMED = ["Mixtral", "Qwen3 MoE", "Granite MoE", "Gemma 3", "Phi-3"]

@@ -13,7 +13,7 @@ from families import VARIED, assert_compiles_and_trains, vanilla
 from operands import Largest
 
 KINDS = {
-    "roles": {"roles": Roles("lg", window=6)},
+    "roles": {"roles": Roles("lg", window=6, decay=1.0)},
     "limited": {"max_distance": 16},
     "windows": {},
     "neither": {},

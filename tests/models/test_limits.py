@@ -57,7 +57,9 @@ VICUNA = {"max_position_embeddings": 16, "max_sequence_length": 64, "rope_parame
 def test_the_training_length_can_be_set():
     found = rotation(convert(vanilla("Llama"), "rope", length=16).config)
     assert (found.max_distance, found.temperature) == (16, 16)
-    roles = rotation(convert(vanilla("Llama"), "rope", roles=Roles("lg"), length=16).config)
+    roles = rotation(
+        convert(vanilla("Llama"), "rope", roles=Roles("lg", decay=1.0), length=16).config
+    )
     assert (roles.temperature, roles.decay_length) == (16, 2)
 
 

@@ -28,8 +28,6 @@ from families import (
 
 WINDOW = 6
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
-# What leaves the function of a model as it is.
-NEUTRAL = {"temperature": False, "decay": 0}
 
 
 def with_roles(family="Llama", form="strict", kinds=(LOCAL, GLOBAL), **changes):
@@ -125,14 +123,14 @@ def test_a_model_is_converted_to_roles(family, tmp_path):
     before = logits(model, ids)
     # Windows as long as the text and rotary attention everywhere: what it was.
     pairs = rotation(model.config).width // 2
-    convert(model, "rope", roles=Roles("lg", window=20, turning_pairs=pairs, **NEUTRAL))
+    convert(model, "rope", roles=Roles("lg", window=20, turning_pairs=pairs, temperature=False))
     assert difference(logits(model, ids), before) < 1e-6
     config = convert(other, "rope", roles=Roles("lg")).config
     assert config.layer_types == [LOCAL, GLOBAL]
     assert config.sliding_window == length // 8
     found = rotation(config, GLOBAL)
     assert (found.turning, found.temperature) == (0, length)
-    assert (found.decay, found.decay_length) == (1.0, length / 8)
+    assert found.decay is None
     assert difference(logits(reloaded(other, tmp_path), ids), logits(other, ids)) < 1e-12
 
 
@@ -147,7 +145,9 @@ def test_global_layers_alone_see_the_whole_text(family):
 
 @pytest.mark.parametrize("layers", ["l", "g", "lg"])
 def test_any_kinds_of_layers_generate_with_a_static_cache(layers):
-    model = convert(vanilla("Llama").double().eval(), "rope", roles=Roles(layers, window=6))
+    model = convert(
+        vanilla("Llama").double().eval(), "rope", roles=Roles(layers, window=6, decay=1.0)
+    )
     assert_reads_the_same(model, some_tokens(model, length=10))
 
 

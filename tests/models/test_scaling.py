@@ -197,7 +197,7 @@ def test_local_layers_keep_the_rule_they_were_trained_with(family, kind, tmp_pat
         convert(model, "rope", max_distance=16)
     else:
         pairs = rotation(model.config).width // 2
-        same = Roles("lg", window=16, turning_pairs=pairs, temperature=False, decay=0)
+        same = Roles("lg", window=16, turning_pairs=pairs, temperature=False)
         convert(model, "rope", roles=same)
     assert difference(logits(model, ids), before) < 1e-6
     # A later rule is for global layers.

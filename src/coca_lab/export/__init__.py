@@ -104,7 +104,7 @@ def _check_supported(model: PreTrainedModel) -> None:
         "a temperature (model.temperature: false, and --context afterwards)": (
             rope.get("temperature") is not None
         ),
-        "a decay (model.decay: 0)": bool(rope.get("decay")),
+        "a decay (leave out model.decay)": bool(rope.get("decay")),
         "max_distance": rope.get("max_distance") is not None,
         "positions in global layers (model.turning_pairs: 0)": rope.get("turning_pairs") != 0,
         f"{rope['rope_type']} scaling": rope["rope_type"] != "default",

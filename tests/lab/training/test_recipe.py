@@ -256,7 +256,7 @@ KINDS = [("strict", 0), ("slack", 0), ("rope", 4)]
     [(body, *KINDS[index % len(KINDS)]) for index, body in enumerate(BODIES)],
 )
 def test_a_recipe_fits_every_body_and_gives_layers_their_roles(body, attention, free):
-    config = configured(attention, body, layers="llg", window=8)
+    config = configured(attention, body, layers="llg", window=8, decay=2.0)
     local, whole = "sliding_attention", "full_attention"
     assert config.layer_types == [local, local, whole, local, local]
     assert config.sliding_window == 8
@@ -266,7 +266,7 @@ def test_a_recipe_fits_every_body_and_gives_layers_their_roles(body, attention, 
     assert rotation(config, local).temperature is None
     assert not rotation(config, whole).frequencies().any()
     assert rotation(config, whole).temperature == 64
-    assert (rotation(config, whole).decay, rotation(config, whole).decay_length) == (1.0, 8.0)
+    assert (rotation(config, whole).decay, rotation(config, whole).decay_length) == (2.0, 8.0)
     assert rotation(config, local).decay is None
     assert AutoModelForCausalLM.from_config(config)(torch.arange(20)[None]).logits.isfinite().all()
     made = {x: AutoModelForCausalLM.from_config(configured(x, body)) for x in ("strict", "rope")}
@@ -281,9 +281,9 @@ def test_each_part_can_be_switched_off_or_on_alone():
         whole = rotation(config, "full_attention")
         return attention_of(config), whole.turning, whole.temperature, whole.decay
 
-    assert found("rope", layers="lg", decay=0.0) == ("rope", 0, 64, None)
-    assert found("rope", layers="lg", temperature=False) == ("rope", 0, None, 1.0)
-    assert found("strict", layers="lg", turning_pairs=4) == ("strict", 4, 64, 1.0)
+    assert found("rope", layers="lg") == ("rope", 0, 64, None)
+    assert found("rope", layers="lg", temperature=False) == ("rope", 0, None, None)
+    assert found("strict", layers="lg", turning_pairs=4) == ("strict", 4, 64, None)
     assert found("slack", decay=2.0) == ("slack", None, None, 2.0)
     assert found("rope", decay=2.0, temperature=True) == ("rope", None, 64, 2.0)
     assert found("rope", turning_pairs=2) == ("rope", 2, None, None)
