@@ -94,8 +94,11 @@ class ModelRecipe(Roles, Architecture):
 
 
 # What the files of a start say.
-SIZES = [item.name for item in (*fields(Architecture), *fields(Roles))]
-SIZES = [name for name in SIZES if name not in ("attention", "options")]
+SIZES = [
+    item.name
+    for item in (*fields(Architecture), *fields(Roles))
+    if item.name not in ("attention", "options")
+]
 
 
 @dataclass

@@ -8,12 +8,12 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from coca_attention import convert
-from coca_attention.models.families import HEADS
+from coca_attention.models.families import HEAD_CLASSES
 from coca_attention.testing import difference, some_tokens
 from covering import mostly_slow
 from families import FAMILIES, configuration, left_padded, losses, reloaded, vanilla
 
-TASKS = dict(zip(("sequence", "token", "answer"), HEADS, strict=True))
+TASKS = dict(zip(("sequence", "token", "answer"), HEAD_CLASSES, strict=True))
 LABELS = {"sequence": 3, "token": 3, "answer": 2}
 
 

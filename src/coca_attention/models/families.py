@@ -45,7 +45,7 @@ from coca_attention.models.configuration import (
 from coca_attention.models.decoder import CollinearForCausalLM, CollinearHead, CollinearModel
 from coca_attention.models.projections import AttentionLayout
 
-HEADS: dict[type, type] = {
+HEAD_CLASSES: dict[type, type] = {
     AutoModelForSequenceClassification: GenericForSequenceClassification,
     AutoModelForTokenClassification: GenericForTokenClassification,
     AutoModelForQuestionAnswering: GenericForQuestionAnswering,
@@ -111,7 +111,7 @@ class Family:
         return [
             (AutoModel, self.vanilla_body, self.body),
             (_auto_class(self.vanilla), self.vanilla, self.causal_lm),
-            *(self._head(auto, generic) for auto, generic in HEADS.items()),
+            *(self._head(auto, generic) for auto, generic in HEAD_CLASSES.items()),
         ]
 
     def _model(self, name: str, bases: tuple[type, ...], **attributes: Any) -> Any:

@@ -62,7 +62,7 @@ Mask = Band | Tensor | BlockMask | None
 - None: the attention function hides later tokens, and nothing else is hidden.
 """
 
-Path = Literal["half", "far", "blocks", "function"]
+LayerPath = Literal["half", "far", "blocks", "function"]
 """What computes a layer: `LayerPass.attend_half`, `attend_far`, `attend_keys`, or an attention
 function of Transformers."""
 
@@ -182,7 +182,7 @@ class LayerPass(NamedTuple):
             return self.angles.cos, self.angles.sin
         return self.positions.tables(self.layer_type, self.first, keys)
 
-    def path(self, query: Tensor, coefficients: Tensor | None) -> Path:
+    def path(self, query: Tensor, coefficients: Tensor | None) -> LayerPath:
         """What computes this layer, given coefficients (B, G, S, P + F) if they are cached."""
         if self.angles.far is not None:
             return "far"

@@ -113,7 +113,7 @@ def attend(
     return output if output.shape[-1] == value_width else output[..., :value_width]
 
 
-Path = Literal["plain", "square", "flash", "operator", "decay", "window", "blocks"]
+AttentionPath = Literal["plain", "square", "flash", "operator", "decay", "window", "blocks"]
 
 
 def _path(
@@ -123,7 +123,7 @@ def _path(
     dropout: float,
     bias: Decay | None,
     sinks: Tensor | None,
-) -> Path:
+) -> AttentionPath:
     """How `attend` computes: ``plain`` and ``square`` are one call of PyTorch's function.
 
     ``square`` is causal attention to all keys; ``flash`` one call of FlashAttention, which has

@@ -27,7 +27,7 @@ ROUND_OFF = 1e-9
 
 Sums = dict[str, Any]
 """What one text contributes to figures, by name."""
-Values = dict[str, Any]
+Findings = dict[str, Any]
 """Figures, as plain JSON values by name; docs/analysis.md describes them."""
 
 
@@ -142,7 +142,7 @@ def angle_sums(
     }
 
 
-def angle_values(sums: Sums, theta: Tensor, lengths: Sequence[int], window: int | None) -> Values:
+def angle_values(sums: Sums, theta: Tensor, lengths: Sequence[int], window: int | None) -> Findings:
     """The figures of `angle_sums`."""
     angled, above = sums["angled"], sums["above"]
     by_length = []
@@ -232,7 +232,7 @@ def decay_sums(seen: SeenKeys, distances: Tensor, theta: Tensor) -> Sums:
     }
 
 
-def decay_values(sums: Sums) -> Values:
+def decay_values(sums: Sums) -> Findings:
     """The figures of `decay_sums`."""
     rows = []
     for distance in sorted(sums["by_distance"], key=int):

@@ -17,8 +17,8 @@ from coca_attention.models import training_length
 from coca_attention.models.configuration import rope_parameters
 from coca_attention.ops import get_form
 from coca_lab.analysis.angles import (
+    Findings,
     Sums,
-    Values,
     angle_sums,
     angle_values,
     decay_sums,
@@ -90,7 +90,7 @@ def analyze(
     progress: Progress = lambda line, done, total: None,
     *,
     name: str = "model",
-) -> Values:
+) -> Findings:
     """Angles between queries and keys, anomalous tokens, borders, bounds and shifts.
 
     docs/analysis.md describes what is measured. Each text is read once, and once more for every
@@ -270,7 +270,7 @@ def _layer_sums(heads: LayerHeads, settings: AnalysisSettings, rng: np.random.Ge
     return sums | {"energies": energies, "shifts": shift_sums(heads, queries, settings.shifts)}
 
 
-def _layer_values(every: Sequence[Sums], settings: AnalysisSettings) -> Values:
+def _layer_values(every: Sequence[Sums], settings: AnalysisSettings) -> Findings:
     """The layer's part of the result, from its part of every text."""
     facts = every[0]["facts"]
     if any(each["facts"] != facts for each in every):
@@ -308,7 +308,7 @@ def _prediction_sums(before: Tensor, after: Tensor, targets: Tensor) -> Sums:
     return {"before": before, "after": after, "count": len(targets)}
 
 
-def _prediction_values(sums: Sums) -> Values:
+def _prediction_values(sums: Sums) -> Findings:
     """Means over the sampled positions, in nats per token."""
     count = int(sums["count"])
     before, after = (float(sums[name] / count) for name in ("before", "after"))

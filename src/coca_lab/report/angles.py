@@ -9,18 +9,18 @@ from pydantic import Field
 
 from coca_lab.report.cells import (
     CheckedCell,
-    Count,
     Facts,
     Fraction,
     Natural,
     Number,
     Record,
+    Whole,
     having,
 )
 from coca_lab.report.charts import DASHES, Frame, LineChart
 from coca_lab.report.section import Section, signed
 
-ROUND_OFF = 1e-9
+NEGLIGIBLE = 1e-9
 """Relative change of float64 scores that round-off explains."""
 SMALLEST = 1e-17
 """A logarithmic axis cannot show 0."""
@@ -46,11 +46,11 @@ Shift = Annotated[dict[str, Number], having("shift", "nats", "nats_shifted")]
 class AnomalousShares(Record):
     """By rotary pair, in texts of one length."""
 
-    length: Count
+    length: Whole
     anomalous_share: Shares
 
 
-class Angles(Record):
+class AngleRecord(Record):
     """Angles of a layer; the histogram has a row for every rotary pair."""
 
     cases: Annotated[dict[str, Fraction | None], having("d")]
@@ -60,7 +60,7 @@ class Angles(Record):
     lengths: Annotated[list[AnomalousShares], Field(min_length=1)]
 
 
-class Decay(Record):
+class DecayRecord(Record):
     """Scores by distance, and the paper's bounds of them."""
 
     by_distance: list[AtDistance]
@@ -75,14 +75,14 @@ class Layer(Record):
 
     layer: Natural
     form: str = ""
-    angles: Angles
-    effective_angles: Angles | None
-    decay: Decay
+    angles: AngleRecord
+    effective_angles: AngleRecord | None
+    decay: DecayRecord
     shifts: list[Annotated[dict[str, Number | None], having("score_change")]]
     absolute_share: Fraction | None = None
 
     @property
-    def seen(self) -> Angles:
+    def seen(self) -> AngleRecord:
         """The angles that its scores have: in the slack form those at the key's position."""
         return self.effective_angles or self.angles
 
@@ -91,9 +91,9 @@ class AngleCell(CheckedCell):
     """Angles between queries and keys."""
 
     form: str
-    documents: Count
-    tokens: Count
-    longest: Count
+    documents: Whole
+    tokens: Whole
+    longest: Whole
     shifts: list[Shift]
     layers: Annotated[list[Layer], Field(min_length=1)]
 
@@ -216,7 +216,7 @@ def _histogram(cells: Sequence[AngleCell]) -> Section:
     return Section("Angle between query and key", lead, text, chart)
 
 
-def _density(angles: Angles) -> Frame:
+def _density(angles: AngleRecord) -> Frame:
     """Density by bin over all pairs, each pair weighted by its number of angles."""
     rows: Frame = pd.DataFrame(angles.histogram, dtype=float).fillna(0.0)
     weights = 1 - pd.Series(angles.zero_share, dtype=float).reindex(rows.index).fillna(1.0)
@@ -273,7 +273,7 @@ def _shifts(cells: Sequence[AngleCell]) -> Section:
         ends = {"low": changes.min(), "high": changes.max()}
         lines.append(_line(cell, "", moved, changes.mean(), **ends))
         most = changes.mean().max()
-        said.append(f"{cell.model} {'within round-off' if most < ROUND_OFF else f'{most:.2g}'}")
+        said.append(f"{cell.model} {'within round-off' if most < NEGLIGIBLE else f'{most:.2g}'}")
     points: Frame = pd.concat(lines)
     x, y = "all positions moved by (tokens)", "change of scores over their spread"
     chart = LineChart(points, x, y, ticks=sorted(points["x"].unique().tolist()), log_y=True)

@@ -7,14 +7,14 @@ import pandas as pd
 from pydantic import Field
 
 from coca_lab.report.cells import (
+    AboveZero,
     CheckedCell,
-    Count,
     Facts,
     Interval,
     Name,
     Number,
-    Positive,
     Record,
+    Whole,
 )
 from coca_lab.report.charts import Frame, LineChart
 from coca_lab.report.lengths import length_table, lengths_of
@@ -25,13 +25,13 @@ from coca_lab.report.section import Section, span
 class Variant(Record):
     """What one of the things compared in a benchmark needs."""
 
-    median_ms: Positive = 1.0
-    rounds: Count = 1
-    ratio: Positive = 1.0
+    median_ms: AboveZero = 1.0
+    rounds: Whole = 1
+    ratio: AboveZero = 1.0
     ratio_quartiles: Interval = [1.0, 1.0]
     error: Number | None = None
-    cache_megabytes: Positive | None = None
-    peak_megabytes: Positive | None = None
+    cache_megabytes: AboveZero | None = None
+    peak_megabytes: AboveZero | None = None
 
 
 class Bench(CheckedCell):
@@ -43,8 +43,8 @@ class Bench(CheckedCell):
     measure: str
     device: str
     dtype: str
-    batch: Count | None = None
-    length: Count
+    batch: Whole | None = None
+    length: Whole
     sizes: dict[str, int | str | None] = {}
     variants: Annotated[dict[str, Variant], Field(min_length=1)]
 

@@ -8,11 +8,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from coca_attention.errors import UserError
 from coca_lab.intervals import DocumentScore
 
-Count = Annotated[int, Field(ge=1, le=2**53)]
+Whole = Annotated[int, Field(ge=1, le=2**53)]
 Natural = Annotated[int, Field(ge=0, le=2**53)]
 Integer = Annotated[int, Field(ge=-(2**53), le=2**53)]
 Number = Annotated[float, Field(ge=-1e300, le=1e300)]
-Positive = Annotated[float, Field(gt=1e-300, le=1e300)]
+AboveZero = Annotated[float, Field(gt=1e-300, le=1e300)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Interval = Annotated[list[Number], Field(min_length=2, max_length=2)]
 Name = Annotated[str, Field(min_length=1)]
@@ -56,7 +56,7 @@ class CheckedCell(Record):
     file: str = ""
     machine: str = ""
     attention: str | None = None
-    training_length: Count | None = None
+    training_length: Whole | None = None
 
     @property
     def facts(self) -> Facts:
@@ -76,14 +76,14 @@ class Figure(CheckedCell):
     """
 
     scaling: Name = "none"
-    factor: Positive | None = None
-    length: Count
+    factor: AboveZero | None = None
+    length: Whole
     value: Fraction | None
     interval: Interval | None = None
     kind: str = ""
     training_seed: Integer | None = None
     size: str = ""
-    parameters: Count | None = None
+    parameters: Whole | None = None
     conditions: str | None = None
 
 
@@ -103,13 +103,13 @@ class PositionRange(ScoredDocument):
     """The score of targets with so many tokens before them."""
 
     first: Natural
-    last: Count
+    last: Whole
 
 
 class Repeats(Record):
     """Scores of the targets that end an n-gram which stands earlier, but only farther back."""
 
-    n: Count
+    n: Whole
     beyond: Natural
     documents: list[ScoredDocument]
 
@@ -117,13 +117,13 @@ class Repeats(Record):
 class Perplexity(Figure):
     """The perplexity of a text, read through windows of one length."""
 
-    length: Count = Field(validation_alias="window")
-    value: Positive | None = Field(validation_alias="perplexity")
+    length: Whole = Field(validation_alias="window")
+    value: AboveZero | None = Field(validation_alias="perplexity")
     interval: Interval | None = Field(None, validation_alias="ci95")
-    stride: Count | None = None
+    stride: Whole | None = None
     targets: str = ""
     text: Any = None
-    tokens: Count | None = None
+    tokens: Whole | None = None
     documents: list[ScoredDocument] = []
     by_position: list[PositionRange] | None = None
     repeats: Repeats | None = None
@@ -141,7 +141,7 @@ class Sample(Record):
     """An answer to a prompt."""
 
     hit: bool = False
-    distance: Count | None = None
+    distance: Whole | None = None
 
 
 class Prompts(Figure):
@@ -184,7 +184,7 @@ class Start(Record):
     """What validation measured of the model that training started from."""
 
     name: Name
-    perplexity: Positive
+    perplexity: AboveZero
     retrieval: dict[str, Fraction] = {}
 
 
@@ -192,7 +192,7 @@ class Validation(Record):
     """A measurement in training."""
 
     step: Natural
-    perplexity: Positive
+    perplexity: AboveZero
     stage: str = ""
     retrieval: dict[str, Fraction] = {}
 
@@ -201,7 +201,7 @@ class Asked(Record):
     """What a model was asked in validation."""
 
     what: str
-    length: Count
+    length: Whole
 
 
 class Stage(Record):
@@ -211,16 +211,16 @@ class Stage(Record):
     objective: str
 
 
-class Run(Record):
+class TrainingRun(Record):
     """The ``training.json`` of a run."""
 
     model: str = Field(validation_alias="name")
     file: str = ""
-    parameters: Count
-    steps: Count
-    tokens: Count
+    parameters: Whole
+    steps: Whole
+    tokens: Whole
     epochs: Number
-    seconds: Positive | None = None
+    seconds: AboveZero | None = None
     seed: Integer | None = None
     curve: list[CurvePoint]
     validation: list[Validation] = []
@@ -235,8 +235,8 @@ class Environment(Record):
 
     command: str
     processor: str
-    cores: Count
-    threads: Count
+    cores: Whole
+    threads: Whole
     gpus: list[str]
     system: str
     versions: dict[str, str]
@@ -248,7 +248,7 @@ class Environment(Record):
         return f"{processors}, {self.threads} thread{plural}, PyTorch {self.versions.get('torch')}"
 
 
-class Study(Record):
+class StudyRecord(Record):
     """The study that results are from."""
 
     title: str = ""
@@ -259,16 +259,16 @@ class ResultFile(Record):
 
     file: str = ""
     results: list[Content] = []
-    training: list[Run] = []
+    training: list[TrainingRun] = []
     environment: Environment | None = None
     environments: list[Environment] = []
-    study: Study | None = None
+    study: StudyRecord | None = None
 
 
 Kind = TypeVar("Kind", bound=Record)
 
 
-def checked(kind: type[Kind], content: object, file: str, *place: str | int) -> Kind:
+def read_as(kind: type[Kind], content: object, file: str, *place: str | int) -> Kind:
     """A part of a file of its kind; a UserError names the field where it is not."""
     try:
         return kind.model_validate(content)
@@ -281,6 +281,6 @@ def checked(kind: type[Kind], content: object, file: str, *place: str | int) -> 
         raise UserError(f"{file or 'results'}: not a result file: {field}: {said}") from error
 
 
-def models_of(items: Sequence[CheckedCell | Run]) -> list[str]:
+def models_of(items: Sequence[CheckedCell | TrainingRun]) -> list[str]:
     """The names of the models, in their order."""
     return list(dict.fromkeys(item.model for item in items if item.model))

@@ -126,7 +126,7 @@ def length_section(
         shown = measure.form(row.y)
         ends = "" if math.isnan(row.low) else f"{measure.form(row.low)} to {measure.form(row.high)}"
         entries.append(Entry(shown, ends, several and shown == best[row.x]))
-    trained = training_length(frame)
+    trained = trained_length(frame)
     chart = LineChart(
         frame,
         measure.x,
@@ -202,7 +202,7 @@ def length_table(frame: Frame, what: str, entries: Sequence[str | Entry]) -> Tab
     lengths, lines = lengths_of(frame), frame["line"].unique().tolist()
     table: Frame = frame.assign(entry=entries).pivot(index="line", columns="x", values="entry")
     rows = table.reindex(lines, columns=lengths).fillna("–").itertuples()
-    trained = training_length(frame)
+    trained = trained_length(frame)
     names = [Entry(f"{n:,}", f"{n / trained:g} ×" if trained else "") for n in lengths]
     return [what, *names], [[*row] for row in rows]
 
@@ -217,7 +217,7 @@ def lengths_of(frame: Frame) -> list[int]:
     return sorted(frame["x"].unique().tolist())
 
 
-def training_length(frame: Frame) -> int | None:
+def trained_length(frame: Frame) -> int | None:
     """The training length, if all models share one."""
     lengths = {cell.training_length for cell in frame["cell"]}
     return lengths.pop() if len(lengths) == 1 else None
@@ -225,7 +225,7 @@ def training_length(frame: Frame) -> int | None:
 
 def at_tokens(frame: Frame, size: int) -> str:
     """``At 512 tokens (4 × the training context)``, if all models share one."""
-    trained = training_length(frame)
+    trained = trained_length(frame)
     if not trained:
         return f"At {size:,} tokens"
     factor = "" if size == trained else f"{size / trained:g} × "
@@ -305,7 +305,7 @@ def _with_kept(section: Section) -> Section:
 
 def _kept(line: Frame) -> str:
     """The longest length up to which a model keeps `SHARE` of its score at its training length."""
-    scores, trained = line.set_index("x")["y"].sort_index(), training_length(line) or 0
+    scores, trained = line.set_index("x")["y"].sort_index(), trained_length(line) or 0
     first = max([n for n in scores.index if n <= trained], default=scores.index[0])
     if not scores[first]:
         return "–"

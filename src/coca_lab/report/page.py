@@ -12,7 +12,7 @@ from jinja2 import Environment, StrictUndefined
 
 from coca_attention.errors import UserError
 from coca_lab.files import check_output, write_text
-from coca_lab.report.cells import Content, ResultFile, Run, models_of
+from coca_lab.report.cells import Content, ResultFile, TrainingRun, models_of
 from coca_lab.report.charts import COLOURS, LineChart, Palette
 from coca_lab.report.results import (
     Cells,
@@ -110,7 +110,7 @@ def build_report(
     )
 
 
-def tasks_and_runs(contents: Sequence[ResultFile]) -> tuple[Tasks, list[Run]]:
+def tasks_and_runs(contents: Sequence[ResultFile]) -> tuple[Tasks, list[TrainingRun]]:
     """What result files hold; names that mean two models are told apart by their files."""
     runs = without_copies([run for content in contents for run in content.training])
     tasks = by_task(contents)
@@ -118,7 +118,7 @@ def tasks_and_runs(contents: Sequence[ResultFile]) -> tuple[Tasks, list[Run]]:
     return tasks, runs
 
 
-def page_sections(tasks: Tasks, runs: Sequence[Run]) -> list[Section]:
+def page_sections(tasks: Tasks, runs: Sequence[TrainingRun]) -> list[Section]:
     """The sections of a page in order; the first one has a chart, if any has."""
     sections: list[Section] = []
     for name, group, called in groups_of(tasks):
@@ -180,7 +180,7 @@ def _cells(tasks: Tasks) -> Cells:
     return [cell for groups in tasks.values() for group in groups for cell in group]
 
 
-def _title(contents: Sequence[ResultFile], tasks: Tasks, runs: Sequence[Run]) -> str:
+def _title(contents: Sequence[ResultFile], tasks: Tasks, runs: Sequence[TrainingRun]) -> str:
     """The one study's among these results; else what was measured, and of which models."""
     studies = {content.study.title for content in contents if content.study}
     if len(studies) == 1 and any(studies):

@@ -20,8 +20,8 @@ from coca_lab.report.cells import (
     Figure,
     Record,
     ResultFile,
-    Run,
-    checked,
+    TrainingRun,
+    read_as,
 )
 
 IN_FOLDERS = ("training.json", "results.json")
@@ -105,7 +105,7 @@ def _read(path: Path) -> Content:
             "a curve (training.json of a run)"
         )
     if "lm_eval_version" in content:
-        content = {"results": _harness_cells(checked(HarnessFile, content, str(path)))}
+        content = {"results": _harness_cells(read_as(HarnessFile, content, str(path)))}
     if "curve" in content:
         # A copy of a run's training.json takes the run's name from the name of the file.
         name = path.resolve().parent.name if path.name == "training.json" else path.stem
@@ -146,7 +146,7 @@ def paper_figures() -> list[Content]:
 
 def parsed(contents: Sequence[Content]) -> list[ResultFile]:
     """The contents of result files, checked but for their cells; runs with their files."""
-    found = [checked(ResultFile, content, str(content.get("file", ""))) for content in contents]
+    found = [read_as(ResultFile, content, str(content.get("file", ""))) for content in contents]
     for file in found:
         for run in file.training:
             run.file = file.file
@@ -197,7 +197,7 @@ def _merged(parts: Iterable[tuple[Cells, Facts]]) -> list[tuple[Cells, Facts]]:
     return groups
 
 
-def tell_apart(groups: Sequence[Cells], runs: Sequence[Run]) -> None:
+def tell_apart(groups: Sequence[Cells], runs: Sequence[TrainingRun]) -> None:
     """Add its file to the name of every model, and run, that several files measure differently."""
     names = set().union(*map(_claimed_twice, groups))
     names |= {name for name, count in Counter(run.model for run in runs).items() if count > 1}
@@ -227,9 +227,9 @@ def _claimed_twice(cells: Cells) -> set[str]:
     return names - {""}
 
 
-def without_copies(runs: Sequence[Run]) -> list[Run]:
+def without_copies(runs: Sequence[TrainingRun]) -> list[TrainingRun]:
     """Runs, each once where several files have it; of a model with several seeds the first."""
-    unique: list[Run] = []
+    unique: list[TrainingRun] = []
     for run in runs:
         others = [other for other in unique if other.model == run.model]
         seeds = [other for other in others if other.file == run.file and run.seed is not None]

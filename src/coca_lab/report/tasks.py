@@ -9,17 +9,17 @@ import pandas as pd
 from coca_lab.report.angles import AngleCell, angle_sections
 from coca_lab.report.bench import Bench, bench_sections
 from coca_lab.report.cells import (
+    AboveZero,
     CheckedCell,
     Content,
     Facts,
     Number,
     Perplexity,
-    Positive,
     Prompts,
     Recall,
     ResultFile,
     Ruler,
-    checked,
+    read_as,
 )
 from coca_lab.report.lengths import passkey_sections, recall_sections, ruler_sections
 from coca_lab.report.perplexity import perplexity_sections
@@ -52,7 +52,7 @@ class Harness(CheckedCell):
     name: str
     metrics: dict[str, Number | str | None]
     harness: str
-    limit: Positive | None = None
+    limit: AboveZero | None = None
 
     @property
     def facts(self) -> Facts:
@@ -96,9 +96,9 @@ def by_task(contents: Sequence[ResultFile]) -> Tasks:
         about = {"machine": str(file.environment or ""), "file": file.file}
         for number, content in enumerate(file.results):
             place = {**about, **content}, file.file, "results", number
-            task = checked(CheckedCell, *place).task
+            task = read_as(CheckedCell, *place).task
             if task in chosen:
-                chosen[task].append(checked(REPORTS[task].cell, *place))
+                chosen[task].append(read_as(REPORTS[task].cell, *place))
     return {name: comparable(cells) for name, cells in chosen.items() if cells}
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from coca_lab.report.cells import Run
+from coca_lab.report.cells import TrainingRun
 from coca_lab.report.charts import Frame, LineChart
 from coca_lab.report.section import Section, enumeration, signed
 
@@ -23,7 +23,7 @@ AVERAGED = 100
 """Points of a line of losses at most, each of which is a batch's, and so noise."""
 
 
-def training_sections(runs: Sequence[Run]) -> list[Section]:
+def training_sections(runs: Sequence[TrainingRun]) -> list[Section]:
     """Curves and a table of training runs."""
     if not runs:
         return []
@@ -39,7 +39,7 @@ def training_sections(runs: Sequence[Run]) -> list[Section]:
     return [*sections, _table(runs)]
 
 
-def _entries(runs: Sequence[Run], field: str) -> Frame:
+def _entries(runs: Sequence[TrainingRun], field: str) -> Frame:
     """The entries of a field of runs, with their run, objective, and millions of tokens as x."""
     rows = []
     for run in runs:
@@ -73,7 +73,7 @@ def _averaged(points: Frame) -> Frame:
     return parts.agg({"x": "last", "y": "mean", "mark": "first"})
 
 
-def _validation(runs: Sequence[Run]) -> list[Section]:
+def _validation(runs: Sequence[TrainingRun]) -> list[Section]:
     """Perplexity in training, and when a model has recovered that of its start."""
     measured = [run for run in runs if run.validation]
     if not measured:
@@ -102,7 +102,7 @@ def _validation(runs: Sequence[Run]) -> list[Section]:
     ]
 
 
-def _validation_row(run: Run) -> list[str]:
+def _validation_row(run: TrainingRun) -> list[str]:
     values = [entry.perplexity for entry in run.validation]
     measured = [f"{values[0]:.2f}", f"{values[-1]:.2f}"]
     if run.start is None:
@@ -113,7 +113,7 @@ def _validation_row(run: Run) -> list[str]:
     return [run.model, f"{start:.2f}", *measured, change, *until]
 
 
-def _tokens_until(run: Run, limit: float) -> str:
+def _tokens_until(run: TrainingRun, limit: float) -> str:
     """Tokens after which the validation perplexity remains at or below a limit."""
     reached = "never"
     for entry in reversed(run.validation):
@@ -123,7 +123,7 @@ def _tokens_until(run: Run, limit: float) -> str:
     return reached
 
 
-def _retrieval(runs: Sequence[Run]) -> list[Section]:
+def _retrieval(runs: Sequence[TrainingRun]) -> list[Section]:
     """Passkeys and needles found in validation, where a run asked for some."""
     drawn, rows = [], []
     for run in runs:
@@ -158,11 +158,11 @@ def _best(what: str, points: Frame, choose: str) -> str:
     return f"{what}: {best:,.4g}, of {whose}."
 
 
-def _per_step(run: Run) -> float:
+def _per_step(run: TrainingRun) -> float:
     return run.tokens / run.steps
 
 
-def _table(runs: Sequence[Run]) -> Section:
+def _table(runs: Sequence[TrainingRun]) -> Section:
     header = ["run", "parameters", "steps", "tokens", "passes over the text", "seconds", "tokens/s"]
     rows = []
     for run in runs:

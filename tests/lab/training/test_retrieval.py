@@ -10,7 +10,7 @@ from coca_attention.errors import UserError
 from coca_lab.data.tasks import PASSKEY_ANSWER, encoder
 from coca_lab.evaluation import Model, evaluate
 from coca_lab.evaluation.retrieval import PASSKEY_TASK, PasskeySettings
-from coca_lab.report.cells import Run
+from coca_lab.report.cells import TrainingRun
 from coca_lab.report.training import training_sections
 from coca_lab.training import load_recipe, read_summary, train
 from coca_lab.training import retrieval as module
@@ -139,7 +139,9 @@ def test_the_report_draws_what_was_found(staged):
             for i, share in enumerate((0.1, 0.98))
         ],
     }
-    sections = {s.title: s for s in training_sections([*map(Run.model_validate, (run, before))])}
+    sections = {
+        s.title: s for s in training_sections([*map(TrainingRun.model_validate, (run, before))])
+    }
     section = sections["Retrieval in training"]
     assert section.rows == [["new: passkeys at 256", "1.00", "0.10", "0.98"]]
     assert section.chart.points["line"].unique().tolist() == ["new: passkeys at 256"]
@@ -148,5 +150,5 @@ def test_the_report_draws_what_was_found(staged):
     )
     assert what_was_kept(before) == "kept of base: perplexity +5.3 %"
     assert what_was_kept({**before, "start": None}) == ""
-    titles = {s.title for s in training_sections([Run.model_validate(before)])}
+    titles = {s.title for s in training_sections([TrainingRun.model_validate(before)])}
     assert "Retrieval in training" not in titles

@@ -14,7 +14,7 @@ from torch import Tensor
 from coca_attention.ops.forms import Pairing
 
 # Heads per program: enough to share cos and sin, few enough to fill the device with programs.
-HEADS = 8
+MOST_HEADS = 8
 
 
 @triton.jit
@@ -220,7 +220,7 @@ def _launch(
     strides.append(cos.stride(0) if cos.dim() == 4 and cos.shape[0] > 1 else 0)
     strides.append(cos.stride(-2) if cos.shape[-2] > 1 else 0)
     half = constants.get("HALF", constants.get("WIDTH", 0) // 2)
-    block = min(HEADS, triton.next_power_of_2(heads))
+    block = min(MOST_HEADS, triton.next_power_of_2(heads))
     constants |= {"HEADS": block, "PAIRS": triton.next_power_of_2(half)}
     grid = batch * length, triton.cdiv(heads, block)
     with torch.cuda.device_of(first):
