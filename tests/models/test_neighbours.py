@@ -72,6 +72,16 @@ def test_packed_documents_are_independent(form, kind, static):
     assert difference(found[0, 10:], logits(model, ids[1:, :14])[0]) < 1e-12
 
 
+@pytest.mark.parametrize("kind", ["full", "half"])
+@pytest.mark.parametrize("form", FORMS)
+def test_custom_positions_with_a_cache(form, kind):
+    model = model_of(form, kind)
+    ids, positions = some_tokens(model), torch.arange(1000, 1024).expand(2, 24)
+    whole = logits(model, ids, position_ids=positions)
+    pieces = read_in_pieces(model, ids, (9, 10, 24), positions=positions)
+    assert difference(pieces, whole) < 1e-12
+
+
 @pytest.mark.parametrize(("form", "kind", "static"), [*COVERING, ("limited", "full", False)])
 def test_padding_in_the_middle_of_a_cache(form, kind, static):
     """Right-padded prompts, then more text: positions and distances must not count the padding."""

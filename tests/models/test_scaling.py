@@ -76,6 +76,15 @@ def rule_for(model, kind):
     return {n: v[:pairs] if isinstance(v, list) else v for n, v in rule.items()}
 
 
+@pytest.mark.parametrize(("index", "kind"), list(enumerate(RULES)))
+def test_every_rule_but_dynamic_is_consistent(index, kind):
+    """All checks, for texts beyond the training length of 64; forms and caches alternate."""
+    model = collinear("Llama", ("slack", "strict")[index % 2]).double()
+    model.config.kv_cache = ("half", "full")[index // 2 % 2]
+    set_rotary_scaling(model, kind, factor=4.0, **rule_for(model, kind))
+    assert_consistent(model, some_tokens(model, length=90), tolerance=1e-11)
+
+
 @pytest.mark.parametrize(
     ("family", "form"),
     mostly_slow(

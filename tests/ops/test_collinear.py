@@ -253,6 +253,18 @@ def test_no_tensor_has_an_element_for_every_query_and_key(form, sizes, decay, ma
     assert largest.elements < shape["queries"] * shape["keys"]
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_float32_gradients_agree_with_the_oracle(form):
+    q, t, v = operands(queries=17, keys=29)
+    double = [x.clone().requires_grad_() for x in (q, t, v)]
+    single = [x.float().requires_grad_() for x in (q, t, v)]
+    weights = torch.randn_like(q)
+    (oracle.coca_attention(*double, form=form) * weights).sum().backward()
+    (coca_attention(*single, form=form) * weights.float()).sum().backward()
+    for ours, expected in zip(single, double, strict=True):
+        assert (ours.grad - expected.grad).abs().max() <= 1e-5 * expected.grad.abs().max()
+
+
 def test_fold_is_the_mean_of_each_pair():
     x = torch.tensor([1.0, 2.0, 3.0, 6.0])
     assert fold(x).tolist() == [2.0, 4.0]

@@ -51,6 +51,18 @@ def test_a_state_continues_a_text(sizes):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
 
 
+def test_padding_counts_for_nothing():
+    query, t, value = make(length=20)
+    padded = [torch.nn.functional.pad(x, (0, 0, 5, 0), value=3.0) for x in (query, t, value)]
+    padded[1][:, :, :5] = 0
+    positions = torch.cat((torch.zeros(5, dtype=torch.long), torch.arange(20)))
+    output, state = coca_linear_attention(*padded, positions=positions)
+    expected, without = coca_linear_attention(query, t, value)
+    torch.testing.assert_close(output[:, :, 5:], expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(state.products, without.products, rtol=0, atol=1e-10)
+    assert (output[:, :, :5] == 0).all()
+
+
 @pytest.mark.parametrize("form", ["strict", "magnitude"])
 def test_gradients_are_finite_where_a_query_sees_nothing(form):
     inputs = make(length=70, dtype=torch.float32)
