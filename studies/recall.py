@@ -24,6 +24,7 @@ OCTAVES = [1 << power for power in range(5, LENGTHS[-1].bit_length() - 1)]
 FAR = [octave for octave in OCTAVES if octave >= 4 * LENGTH]
 PAIRS = [("roles-decay", "roles"), ("native", "roles"), ("roles", "rotary")]
 PAIRS += [(arm, "rotary") for arm in ("strict", "magnitude", "pope", "thin")]
+PAIRS += [("cohere-decay", "cohere-roles"), ("cohere2", "cohere-roles")]
 SAME_RATE = [("roles-decay", "roles", 1.5e-3), ("roles-decay", "roles", 6e-3)]
 SAME_RATE += [("native", "roles", 6e-3)]
 """Pairs that were run with a common rate after the rule's had been, which differ in theirs."""
