@@ -50,7 +50,8 @@ DRY = {
     "--perplexity.stride 128",
     "paper": f"{STEPS} --validation.batches 1 --training.global-batch-size 1 --workers 2 "
     "--training.micro-batch-size 1 --model.num-layers 3 --model.hidden-size 192 "
-    "--passkey.lengths 512 --perplexity.max-documents 1 --perplexity.windows 512,1024",
+    "--passkey.lengths 512 --perplexity.max-documents 1 --perplexity.windows 512,1024 "
+    "--perplexity.max-tokens 1025",
 }
 """What a dry run adds to every command; the last of two equal options counts."""
 GRACE = 20.0
