@@ -38,7 +38,7 @@ class Roles:
     text, beginning from the training length; by default true with layers, and false without."""
     decay: float = 0.0
     """Exponent of a power law by which attention decays with the distance in layers that see the
-    whole text; 0 is none. 1 keeps perplexity flatter, and costs retrieval."""
+    whole text; 0 is none. 1 keeps perplexity flatter, and can cost retrieval."""
     decay_length: float | None = None
     """Distance in tokens at which it begins; by default an eighth of the training length."""
 

@@ -127,6 +127,7 @@ INVALID = [
     ("model.layers=lg model.start=folder", "leave out layers"),
     ("model.start=folder model.hidden_size=64", "leave out hidden_size"),
     ("model.window=8", "window is for local layers: set layers"),
+    ("model.decay=null", "model.decay: Input should be a valid number, got None"),
     ("model.decay_length=5", "decay_length 5.0 requires a decay"),
     ("model.turning_pairs=99", "turning_pairs must be at most 32"),
     ("model.max_distance=9", "got attention slack: use rope, strict or"),
