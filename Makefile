@@ -52,12 +52,12 @@ $(ENGINES)/.ready:
 	$(ENGINES)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 
-# ExecuTorch and DeepSpeed, whose source archive is built against the PyTorch that is there.
+# ExecuTorch, which brings torchao, bitsandbytes, and DeepSpeed, whose source archive is built against the PyTorch that is there.
 DEVICES := build/devices
 $(DEVICES)/.ready:
 	$(PYTHON) -m venv --clear $(DEVICES)
 	$(DEVICES)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e . accelerate executorch==1.5.1 wheel 'setuptools<81'
+		-e . accelerate executorch==1.5.1 bitsandbytes==0.50.2 wheel 'setuptools<81'
 	DS_BUILD_OPS=0 $(DEVICES)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
 		--no-build-isolation deepspeed==0.19.8
 	@touch $@

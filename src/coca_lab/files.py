@@ -175,6 +175,14 @@ def check_name(name: str) -> None:
     check_hub(name)
 
 
+def belongs_to(folder: Path, path: Path) -> bool:
+    """Whether a file is in a model's folder, or in the Hub's cache, whose files are links."""
+    homes = [folder.resolve()]
+    if folder.resolve().parent.name == "snapshots":
+        homes.append(folder.resolve().parents[1] / "blobs")
+    return any(path.resolve().is_relative_to(home) for home in homes)
+
+
 @cache
 def check_hub(name: str) -> None:
     """Raise UserError for a name that is neither in the cache nor on the Hub, without retries."""

@@ -28,8 +28,8 @@ from coca_attention.models.configuration import (
 )
 from coca_attention.models.conversion import Conversion, convert, load_original
 from coca_attention.models.extension import extend_context, extended_lengths
-from coca_lab.files import check_can_be_written, known_problem, writing
-from coca_lab.loading import load_model, model_without_weights, no_progress_bars
+from coca_lab.files import belongs_to, check_can_be_written, known_problem, writing
+from coca_lab.loading import load_model, model_without_weights, no_progress_bars, weight_files
 
 log = logging.getLogger(__name__)
 
@@ -102,15 +102,21 @@ def extend_folder(
 ) -> PreTrainedModel:
     """`extend_context` from folder to folder, with tokenizer and card.
 
-    ``lengths`` are its arguments; ``report`` says in Markdown how the method was chosen.
+    ``lengths`` are its arguments; ``report`` says in Markdown how the method was chosen. Methods
+    that change no weights copy their files, so any quantisation is kept.
     """
     target = new_folder(source, target)
-    model = load_model(source, dtype=dtype, device="cpu", any_head=True)
+    # What is refused is refused before its weights are read.
+    model = model_without_weights(source, "auto", any_head=True)
     length, to = extended_lengths(model.config, lengths.get("to"), lengths.get("length"))
     extend_context(model, method, **lengths)
+    kept = method != "limited" and dtype == "auto"
+    if not kept:
+        model = load_model(source, dtype=dtype, device="cpu", any_head=True)
+        extend_context(model, method, **lengths)
     said = f"By method {method}, without training, for texts of {to:,} tokens; L = {length:,}."
     sections = {"Context extension": f"{said}\n\n{report}".strip()}
-    with writing_model(model, source, target, longest=to) as folder:
+    with writing_model(model, source, target, longest=to, keep_weights=kept) as folder:
         write_card(folder, model.config, name=target.name, source=source, sections=sections)
     return model
 
@@ -130,19 +136,29 @@ def new_folder(source: str | Path, target: str | Path) -> Path:
 
 @contextmanager
 def writing_model(
-    model: PreTrainedModel, source: str | Path, target: Path, longest: int = 0
+    model: PreTrainedModel,
+    source: str | Path,
+    target: Path,
+    longest: int = 0,
+    keep_weights: bool = False,
 ) -> Iterator[Path]:
     """A temporary folder with the model and its tokenizer, which becomes the target on leaving.
 
-    The tokenizer is said to take texts of ``longest`` tokens, if it said fewer.
+    The tokenizer is said to take texts of ``longest`` tokens, if it said fewer. Weights that are
+    kept are copied from the source, and the model may have none.
     """
     for name, weight in model.named_parameters():
-        if not torch.isfinite(weight).all():
+        if not keep_weights and not torch.isfinite(weight).all():
             raise UserError(f"{source}: {name} has values that are not finite: it is damaged")
     try:
         with writing(target) as partial:
-            with no_progress_bars():
-                model.save_pretrained(partial)
+            if keep_weights:
+                model.config.save_pretrained(partial)
+                for file in weight_files(source):
+                    shutil.copyfile(file, partial / file.name)
+            else:
+                with no_progress_bars():
+                    model.save_pretrained(partial)
             try:
                 tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
             except (OSError, ValueError, KeyError):
@@ -219,7 +235,7 @@ def copy_licenses(source: Path, folder: Path) -> list[str]:
         name = path.relative_to(source).as_posix()
         try:
             name.encode()  # which the card could not say
-            if not _belongs_to(source, path):
+            if not belongs_to(source, path):
                 raise UserError("a link out of the model's folder")
             if not path.is_file():
                 raise UserError("not a file")
@@ -231,14 +247,6 @@ def copy_licenses(source: Path, folder: Path) -> list[str]:
             continue
         names.append(name)
     return names
-
-
-def _belongs_to(source: Path, path: Path) -> bool:
-    """Whether a file is in a model's folder, or in the Hub's cache, whose files are links."""
-    homes = [source.resolve()]
-    if source.resolve().parent.name == "snapshots":
-        homes.append(source.resolve().parents[1] / "blobs")
-    return any(path.resolve().is_relative_to(home) for home in homes)
 
 
 def facts(config: PreTrainedConfig) -> dict[str, str]:
@@ -272,7 +280,7 @@ def facts(config: PreTrainedConfig) -> dict[str, str]:
 def _inherited(source: str | Path | None, theirs: Path | None) -> dict[str, Any]:
     """Metadata from the card of the source; its name if it is one of the Hub."""
     data: dict[str, Any] = {}
-    if theirs and (theirs / CARD).is_file() and _belongs_to(theirs, theirs / CARD):
+    if theirs and (theirs / CARD).is_file() and belongs_to(theirs, theirs / CARD):
         with suppress(OSError, ValueError, TypeError, yaml.YAMLError):  # none to be read
             text = (theirs / CARD).read_text(encoding="utf-8", errors="replace")
             data = ModelCard(text, ignore_metadata_errors=True).data.to_dict()

@@ -15,11 +15,17 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import (
+    GENERATION_CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    cached_file,
+)
 from transformers.utils import logging as transformers_logging
 
 from coca_attention.errors import UserError
 from coca_attention.models.fused import use_fused_attention
-from coca_lab.files import check_name
+from coca_lab.files import belongs_to, check_name, read_json
 
 log = logging.getLogger(__name__)
 
@@ -133,12 +139,13 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 def _naming(path: str) -> Iterator[None]:
     """Check the folder, and turn errors in loading from it into UserErrors."""
     check_name(path)
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        hint = (
-            "; its training has not finished: run coca train again with the same recipe"
-            if (Path(path) / "recipe.yaml").is_file()
-            else ""
-        )
+    folder = Path(path)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        hint = ""
+        if (folder / "recipe.yaml").is_file():
+            hint = "; its training has not finished: run coca train again with the same recipe"
+        elif files := sorted(folder.glob("*.gguf")):
+            hint = f"; write {files[0].name} as one first, see docs/troubleshooting.md"
         raise UserError(f"{path}: not a model folder, it has no config.json{hint}")
     try:
         yield
@@ -173,6 +180,29 @@ def _config_and_class(path: str, any_head: bool) -> tuple[Any, Any]:
             f"{path}: {config.model_type} is not a language model{hint if parts else ''}"
         )
     return config, auto
+
+
+def weight_files(path: str | Path) -> list[Path]:
+    """The files of a model's weights with their index, and its generation_config.json if any.
+
+    UserError unless they are safetensors in its folder.
+    """
+
+    def file(name: str, needed: bool) -> list[Path]:
+        found = cached_file(path, name, _raise_exceptions_for_missing_entries=needed)
+        return [Path(found)] if found else []
+
+    with _naming(str(path)):
+        _check_safetensors(str(path))
+        weights = file(SAFE_WEIGHTS_NAME, False)
+        if not weights:
+            weights = file(SAFE_WEIGHTS_INDEX_NAME, True)
+            names = sorted(set(read_json(weights[0])["weight_map"].values()))
+            weights += [each for name in names for each in file(Path(name).name, True)]
+        for each in weights:
+            if not belongs_to(each.parent, each):
+                raise UserError(f"{each} is a link out of the model's folder")
+        return weights + file(GENERATION_CONFIG_NAME, False)
 
 
 def _check_safetensors(path: str) -> None:

@@ -1,7 +1,11 @@
-"""ExecuTorch or DeepSpeed, which `make test-engines` installs in an environment of their own.
+"""ExecuTorch, DeepSpeed, bitsandbytes and torchao, in an environment of `make test-engines`.
 
 python devices_worker.py executorch FOLDER IDS       writes FOLDER/read.pt, the logits
 python devices_worker.py deepspeed LLAMA CONVERTED   prints why ZeRO-3 is refused, a line each
+python devices_worker.py quantised LLAMA CONVERTED   writes LLAMA-4bit, and prints by quantiser the
+    errors of both models' logits when they are quantised, and why the Llama is then not converted
+python devices_worker.py extended 4BIT OTHER         prints how far YaRN changes a 4-bit folder's
+    logits in memory, and how far these differ from another folder's
 """
 
 import json
@@ -12,7 +16,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from coca_attention import convert
+from coca_attention import convert, extend_context
 from coca_attention.errors import UserError
 from coca_attention.models.layer_pass import halve_static_keys
 
@@ -70,9 +74,56 @@ def refused_by_zero_3(llama, converted):
             print("not refused")
 
 
+def quantisers():
+    """The ways to quantise a model while it is loaded, by name."""
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import BitsAndBytesConfig, TorchAoConfig
+
+    return {
+        "4bit": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32),
+        "8bit": BitsAndBytesConfig(load_in_8bit=True),
+        "torchao": TorchAoConfig(quant_type=Int8WeightOnlyConfig()),
+    }
+
+
+@torch.no_grad()
+def read(folder, **options):
+    """A model of a folder, and its logits of a text."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
+    return model, model(torch.arange(200)[None] % model.config.vocab_size).logits
+
+
+def quantised(llama, converted):
+    """Quantise a Llama and a converted one by every library."""
+    for name, how in quantisers().items():
+        errors = []
+        for folder in (converted, llama):
+            whole = read(folder)[1]
+            model, logits = read(folder, quantization_config=how)
+            errors.append(((logits - whole).norm() / whole.norm()).item())
+        if name == "4bit":
+            model.save_pretrained(f"{llama}-4bit")
+        try:
+            convert(model, "strict")
+        except UserError as error:
+            print(name, *errors, error)
+
+
+@torch.no_grad()
+def extended(packed, other):
+    """Compare YaRN in memory with what ``coca extend`` wrote of the same folder."""
+    model, before = read(packed)
+    after = extend_context(model, "yarn")(torch.arange(200)[None] % 512).logits
+    print((after - before).norm().item(), (after - read(other)[1]).norm().item())
+
+
+WORK = {
+    "executorch": lambda folder, ids: read_by_executorch(folder, json.loads(ids)),
+    "deepspeed": refused_by_zero_3,
+    "quantised": quantised,
+    "extended": extended,
+}
+
 if __name__ == "__main__":
     kind, first, second = sys.argv[1:]
-    if kind == "executorch":
-        read_by_executorch(first, json.loads(second))
-    else:
-        refused_by_zero_3(first, second)
+    WORK[kind](first, second)

@@ -1,4 +1,7 @@
-"""CoCA models in ExecuTorch, and what DeepSpeed's ZeRO-3 is told; `make test-engines` has both."""
+"""CoCA models in ExecuTorch and quantised, and what DeepSpeed's ZeRO-3 is told.
+
+`make test-engines` installs what they need.
+"""
 
 import json
 import os
@@ -7,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from coca_attention import convert
 from coca_attention.testing import difference, logits, some_tokens
+from coca_lab.cli import main
 from families import vanilla
 
 ROOT = Path(__file__).parents[2]
@@ -60,3 +65,24 @@ def test_zero_3_is_refused(tmp_path):
     said = run("deepspeed", tmp_path / "llama", tmp_path / "converted").splitlines()[-3:]
     assert "load the model without offloading or DeepSpeed ZeRO-3" in said[0]
     assert "use ZeRO-2, or FSDP2" in said[1] and "use ZeRO-2, or FSDP2" in said[2]
+
+
+def test_converted_models_are_quantised_as_well_as_a_llama_and_not_the_other_way(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, **heads, vocab_size=512, max_position_embeddings=128)
+    model, folder = LlamaForCausalLM(config), tmp_path / "llama"
+    model.save_pretrained(folder)
+    convert(model, "slack").save_pretrained(tmp_path / "converted")
+    said = run("quantised", folder, tmp_path / "converted").splitlines()[-3:]
+    assert [line.partition(" ")[0] for line in said] == ["4bit", "8bit", "torchao"]
+    for line in said:
+        _, ours, theirs, why = line.split(" ", 3)
+        assert 0.001 < float(ours) < 1.2 * float(theirs)
+        assert "is quantised: convert it in full precision" in why
+    # This environment cannot load the folder, and need not.
+    packed, extended = f"{folder}-4bit", tmp_path / "extended"
+    assert main(["extend", packed, str(extended), "--method", "yarn"]) == 0
+    changed, differ = run("extended", packed, extended).split()[-2:]
+    assert float(differ) < 1e-4 < 1 < float(changed)

@@ -132,11 +132,13 @@ def convert(
         The same model.
 
     Raises:
-        UserError: If the model's family is not supported, the model is already converted, or its
-            projections are not plain `Linear` modules in memory. The model is then unchanged.
+        UserError: If the model's family is not supported, the model is already converted or
+            quantised, or its projections are not plain `Linear` modules in memory. The model is
+            then unchanged.
         TypeError: If a setting is unknown.
     """
     wanted = replace(form if isinstance(form, Conversion) else Conversion(form), **settings)
+    forget_gguf(model)
     family, new_class = _find_family(model)
     check_is_computed(model.config)
     body: Any = model.base_model
@@ -153,6 +155,18 @@ def convert(
         body.post_init()
         model.post_init()
     return model
+
+
+def forget_gguf(model: PreTrainedModel) -> None:
+    """Of a model whose weights were unpacked from a GGUF file, forget that they were in one.
+
+    Transformers refuses to save such a model, though its weights are ordinary ones.
+    """
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    if quantizer is None or quantizer.quantization_config.quant_method != "gguf":
+        return
+    if all(weight.is_floating_point() for weight in model.parameters()):  # not packed blocks
+        quantizer.remove_quantization_config(model)
 
 
 def _warn_if_unaffected(config: PreTrainedConfig) -> None:
@@ -203,6 +217,10 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     skips = 0 in (getattr(config, "no_rope_layers", None) or ())
     kinds = getattr(config, "layer_types", None) or ()
     found = {
+        "is quantised: convert it in full precision, and quantise what that writes. Methods yarn, "
+        "dynamic and ntk of extend_context take it as it is": getattr(
+            model.config, "quantization_config", None
+        ),
         unsupported(config): True,
         "has no rotary positions": not any(
             getattr(config, name, None) for name in ("rope_parameters", "rotary_dim")
@@ -223,11 +241,13 @@ def _check_projections(modules: Sequence[nn.Module], layout: AttentionLayout) ->
         for name, module in attention.named_children():
             if not (name.endswith("proj") or name in (layout.fused_name, layout.output_name)):
                 continue
-            if type(module) is not nn.Linear:
+            # Some libraries leave the module and pack its weight.
+            kind = type(module.weight) if type(module) is nn.Linear else type(module)
+            if type(module) is not nn.Linear or kind.__module__.partition(".")[0] != "torch":
                 raise UserError(
                     f"layer {index}: expected {name} to be a torch.nn.Linear, got "
-                    f"{type(module).__module__}.{type(module).__name__}: merge adapters, and load "
-                    "the model without quantisation"
+                    f"{kind.__module__}.{kind.__name__}: merge adapters, and load the model "
+                    "without quantisation"
                 )
             offloaded = module.weight.is_meta and hasattr(module, "_hf_hook")
             if offloaded or hasattr(module.weight, "ds_id"):

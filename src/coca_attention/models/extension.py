@@ -13,7 +13,7 @@ from coca_attention.models.configuration import (
     rotation,
     training_length,
 )
-from coca_attention.models.conversion import convert
+from coca_attention.models.conversion import convert, forget_gguf
 from coca_attention.models.scaling import rotary_restored, set_rotary_scaling
 from coca_attention.ops import NTK
 from coca_attention.ops.checks import check_whole
@@ -69,6 +69,7 @@ def extend_context(
     if method != "limited":
         if max_distance is not None:
             raise UserError(f"method {method} limits no distances: leave out max_distance")
+        forget_gguf(model)
         _set_rule(model, method, length, to)
         return model
     convert(model, "rope", length=length, max_distance=max_distance)

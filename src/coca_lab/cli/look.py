@@ -56,9 +56,10 @@ def _machine() -> Rows:
 def _model(path: str) -> Rows:
     """What a model's configuration says, and its number of parameters; no weight is read."""
     model = model_without_weights(path, "auto", any_head=True)
-    dtype = str(model.dtype).removeprefix("torch.")
+    packed = getattr(model.config, "quantization_config", None) or {}
+    kind = packed.get("quant_method") or str(model.dtype).removeprefix("torch.")
     return [
         ("model", type(model).__name__),
         *((name, text) for name, text in facts(model.config.get_text_config()).items() if text),
-        ("parameters", f"{model.num_parameters():,} ({dtype})"),
+        ("parameters", f"{model.num_parameters():,} ({kind})"),
     ]

@@ -1,0 +1,144 @@
+"""Models whose files are quantised: GGUF, and packed weights as others write them."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from coca_attention import convert, extend_context
+from coca_attention.errors import UserError
+from coca_attention.testing import difference, logits, some_tokens
+from coca_lab.cli import main
+from coca_lab.folders import extend_folder
+from coca_lab.loading import weight_files
+from families import vanilla
+
+PACKED = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "model.layers.": "blk.",
+    ".self_attn.q_proj": ".attn_q",
+    ".self_attn.k_proj": ".attn_k",
+    ".self_attn.v_proj": ".attn_v",
+    ".self_attn.o_proj": ".attn_output",
+    ".mlp.gate_proj": ".ffn_gate",
+    ".mlp.up_proj": ".ffn_up",
+    ".mlp.down_proj": ".ffn_down",
+    ".input_layernorm": ".attn_norm",
+    ".post_attention_layernorm": ".ffn_norm",
+}
+
+
+@pytest.fixture(scope="module")
+def gguf_folder(tmp_path_factory):
+    """A folder with a Llama in GGUF's Q8_0, written by the format's own package."""
+    gguf = pytest.importorskip("gguf")
+    model, folder = vanilla("Llama"), tmp_path_factory.mktemp("gguf")
+    config = model.config
+    writer = gguf.GGUFWriter(folder / "llama.gguf", "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(1e4)
+    writer.add_vocab_size(config.vocab_size)
+    q8 = gguf.GGMLQuantizationType.Q8_0
+    for name, weight in model.state_dict().items():
+        for theirs, its in GGUF_NAMES.items():
+            name = name.replace(theirs, its)
+        values = weight.numpy()
+        packs = weight.dim() == 2 and weight.shape[1] % 32 == 0
+        packed = gguf.quants.quantize(values, q8) if packs else values
+        writer.add_tensor(name, packed, raw_dtype=q8 if packs else None)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return folder
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: extend_context(model, "yarn"),
+        lambda model: extend_context(model),
+        lambda model: convert(model, "strict"),
+    ],
+    ids=["yarn", "limited", "strict"],
+)
+def test_what_was_read_from_gguf_is_changed_and_saved(change, gguf_folder, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf_folder, gguf_file="llama.gguf", dtype=torch.float32
+    ).eval()
+    ids = some_tokens(model, length=100)
+    before = logits(model, ids)
+    after = logits(change(model), ids)
+    assert difference(after, before) > 1e-4
+    model.save_pretrained(tmp_path)
+    assert not hasattr(AutoConfig.from_pretrained(tmp_path), "quantization_config")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(again) is type(model) and difference(logits(again, ids), after) < 1e-5
+
+
+def test_a_folder_with_gguf_alone_is_told_what_to_do(gguf_folder, capsys):
+    assert main(["info", str(gguf_folder)]) == 2
+    assert "write llama.gguf as one first" in capsys.readouterr().err
+
+
+@pytest.fixture
+def packed_folder(tmp_path):
+    """A folder of shards with weights that nothing here can load, as quantisers write them."""
+    folder = tmp_path / "packed"
+    vanilla("Llama").save_pretrained(folder, max_shard_size="50KB")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": PACKED}))
+    for file in folder.glob("*.safetensors"):
+        packed = {f"{name}.qweight": x.to(torch.int32) for name, x in load_file(file).items()}
+        save_file(packed, file, metadata={"format": "pt"})
+    assert len(weight_files(folder)) > 3
+    return folder
+
+
+def test_stock_methods_copy_packed_weights(packed_folder, tmp_path, capsys):
+    target = tmp_path / "extended"
+    extend_folder(packed_folder, target, "yarn", to=640)
+    for file in weight_files(packed_folder):
+        assert (target / file.name).read_bytes() == file.read_bytes()
+    config = AutoConfig.from_pretrained(target)
+    assert config.rope_parameters["rope_type"] == "yarn" and config.max_position_embeddings == 640
+    assert config.quantization_config == PACKED
+    assert main(["info", str(target)]) == 0
+    assert "(awq)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["convert", "--form", "strict"], ["extend"]])
+def test_packed_weights_are_not_converted(words, packed_folder, tmp_path, capsys):
+    command, *options = words
+    assert main([command, str(packed_folder), str(tmp_path / "target"), *options]) == 2
+    assert "is quantised: convert it in full precision" in capsys.readouterr().err
+    assert not (tmp_path / "target").exists()
+
+
+def test_weights_are_those_of_the_folder(packed_folder, tmp_path):
+    index, *files = weight_files(packed_folder)
+    outside = tmp_path / "outside.safetensors"
+    shutil.move(files[0], outside)
+    files[0].symlink_to(outside)
+    with pytest.raises(UserError, match="is a link out of the model's folder"):
+        extend_folder(packed_folder, tmp_path / "extended", "yarn")
+    files[0].unlink()
+    named = json.loads(index.read_text())
+    named["weight_map"] = dict.fromkeys(named["weight_map"], f"../{outside.name}")
+    index.write_text(json.dumps(named))
+    with pytest.raises(UserError, match=re.escape(outside.name)):
+        extend_folder(packed_folder, tmp_path / "extended", "yarn")
+    assert not (tmp_path / "extended").exists()
