@@ -29,6 +29,14 @@ from coca_lab.files import belongs_to, check_name, read_json
 
 log = logging.getLogger(__name__)
 
+INSTEAD = {
+    "recipe.yaml": "its training has not finished: run coca train again with the same recipe",
+    "adapter_config.json": "it is an adapter: merge it into its model, and save that",
+    "*.gguf": "write {} as one first, see docs/troubleshooting.md",
+    "checkpoint-*": "it has checkpoints, such as {}: name one of them",
+}
+"""What to do with folders that are no model's, by a file in them."""
+
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
@@ -141,12 +149,12 @@ def _naming(path: str) -> Iterator[None]:
     check_name(path)
     folder = Path(path)
     if folder.is_dir() and not (folder / "config.json").is_file():
-        hint = ""
-        if (folder / "recipe.yaml").is_file():
-            hint = "; its training has not finished: run coca train again with the same recipe"
-        elif files := sorted(folder.glob("*.gguf")):
-            hint = f"; write {files[0].name} as one first, see docs/troubleshooting.md"
-        raise UserError(f"{path}: not a model folder, it has no config.json{hint}")
+        hints = (
+            f"; {what.format(found[0].name)}"
+            for pattern, what in INSTEAD.items()
+            if (found := sorted(folder.glob(pattern)))
+        )
+        raise UserError(f"{path}: not a model folder, it has no config.json{next(hints, '')}")
     try:
         yield
     except SafetensorError as error:

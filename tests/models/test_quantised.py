@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -89,9 +90,18 @@ def test_what_was_read_from_gguf_is_changed_and_saved(change, gguf_folder, tmp_p
     assert type(again) is type(model) and difference(logits(again, ids), after) < 1e-5
 
 
-def test_a_folder_with_gguf_alone_is_told_what_to_do(gguf_folder, capsys):
-    assert main(["info", str(gguf_folder)]) == 2
-    assert "write llama.gguf as one first" in capsys.readouterr().err
+def test_folders_that_are_no_models_say_what_they_are(gguf_folder, tmp_path, capsys):
+    model = get_peft_model(vanilla("Llama"), LoraConfig(target_modules="all-linear"))
+    model.save_pretrained(tmp_path / "adapter")
+    vanilla("Llama").save_pretrained(tmp_path / "run" / "checkpoint-20")
+    told = {
+        gguf_folder: "write llama.gguf as one first",
+        tmp_path / "adapter": "it is an adapter: merge it",
+        tmp_path / "run": "it has checkpoints, such as checkpoint-20",
+    }
+    for folder, what in told.items():
+        assert main(["info", str(folder)]) == 2
+        assert f"it has no config.json; {what}" in capsys.readouterr().err
 
 
 @pytest.fixture
