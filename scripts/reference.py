@@ -103,7 +103,7 @@ def _signature(name: str, thing: Callable[..., object]) -> str:
         value = parameter.default
         if value is not parameter.empty and re.search(r" at 0x|factory", repr(value)):
             parameter = parameter.replace(default=...)
-        words.append(str(parameter).replace("'", '"'))
+        words.append(str(parameter).replace("'", '"').replace("Ellipsis", "..."))
     line = f"{name}({', '.join(words)})"
     if len(line) > 88:
         line = f"{name}(\n    " + ",\n    ".join(words) + ",\n)"

@@ -258,7 +258,7 @@ def facts(config: PreTrainedConfig) -> dict[str, str]:
         attention += f", {config.kv_cache} cache"
     groups = getattr(config, "num_key_value_heads", None) or heads
     kinds = getattr(config, "layer_types", None) or [GLOBAL] * config.num_hidden_layers
-    layers = f"{len(kinds)} of {config.hidden_size:,}"
+    layers = f"{len(kinds)} of width {config.hidden_size:,}"
     if LOCAL in kinds:
         letters = "".join("l" if kind == LOCAL else "g" for kind in kinds)
         layers += f": {letters} (l sees the last {config.sliding_window:,} tokens, g all)"
@@ -273,7 +273,7 @@ def facts(config: PreTrainedConfig) -> dict[str, str]:
         "values",
         "layers": layers,
         "rotation": "; ".join(dict.fromkeys(rotations)),
-        "training length": f"{length:,} tokens" if length else "",
+        "context": f"{length:,} tokens" if length else "",
     }
 
 

@@ -185,8 +185,13 @@ def _config_and_class(path: str, any_head: bool) -> tuple[Any, Any]:
             "language model in place"
         )
         raise UserError(
-            f"{path}: {config.model_type} is not a language model{hint if parts else ''}"
+            f"{path}: {config.model_type} is no causal language model{hint if parts else ''}"
         )
+    # Transformers reads an encoder as a language model that sees what it is to predict.
+    saved = (config.architectures or [auto._model_mapping[type(config)].__name__])[0]
+    encodes = getattr(config, "is_decoder", None) is False and not saved.endswith("ForCausalLM")
+    if encodes and not any_head:
+        raise UserError(f"{path}: {saved} reads in both directions: it is no causal language model")
     return config, auto
 
 
@@ -225,5 +230,11 @@ def _check_safetensors(path: str) -> None:
 
 
 def _brief(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"Transformers {transformers.__version__} does not know, or does not find, {error}"
+    if "ignore_mismatched_sizes" in str(error):
+        return (
+            "weights have other shapes than its configuration says; Transformers lists them above"
+        )
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) < 300 else text[:300] + " …"

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertForMaskedLM
 
 from coca_lab.cli import main
 from coca_lab.data import Document, train_tokenizer
@@ -73,6 +74,13 @@ class Place:
         """A result file's name, beside which there are values that are none."""
         path = self.file(b"not a database, but as long as one" * 50, ".values.sqlite")
         return path.replace(".values.sqlite", ".json")
+
+    def encoder(self) -> str:
+        """A model that sees what it would have to predict."""
+        sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+        path = self.new()
+        BertForMaskedLM(BertConfig(hidden_size=16, vocab_size=300, **sizes)).save_pretrained(path)
+        return str(path)
 
     def not_numbers(self) -> str:
         """A copy of a model whose weights are NaN."""
@@ -193,7 +201,16 @@ CASES = {
     "code of a folder": (perplexity(make=lambda p: p.configured(
         model_type="mine", auto_map={"AutoConfig": "mine.Config"})), "code of its folder"),
     "device": (perplexity("--device", "quantum"), "device 'quantum'"),
+    "encoder": (perplexity(make=Place.encoder), "BertForMaskedLM reads in both directions"),
+    "rope_type": (perplexity(make=lambda p: p.configured(rope_scaling={
+        "rope_type": "hyperrope", "factor": 2.0})), "hyperrope"),
+    "shapes": (perplexity(make=lambda p: p.configured(intermediate_size=72)),
+               "weights have other shapes than its configuration says"),
     # Evaluations.
+    "factor alone": (perplexity("--factor", "8"), "factor is for a scaling"),
+    "factor of generate": (generate("x", "--factor", "8"), "factor is for a scaling"),
+    "check without text": (lambda p: ["extend", p.model, p.new(), "--check-lengths", "64"],
+                           "beside --check TEXT, which is missing"),
     "long windows": (perplexity("--windows", str(10**18)), "smaller windows"),
     "folder as output": (perplexity("--output", "."), "is a folder"),
     "device as folder": (perplexity("--output", "/dev/null/x"), "/dev/null"),

@@ -55,7 +55,7 @@ def test_a_converted_folder_has_a_card_with_the_terms_of_its_source(source, tmp_
         "| attention | CoCA, strict, full cache; 4 heads of 8, 2 for keys and values |",
         ": lg (l sees the last 8 tokens, g all) |",
         "turning_pairs 0, temperature 64, decay 1.0, decay_length 8.0",
-        "| training length | 64 tokens |",
+        "| context | 64 tokens |",
         "[CoCA](https://arxiv.org/abs/2309.08646), [HWFA](https://kexue.fm/archives/9603), [log n",
         f"This needs the package coca-attention, version {__version__} or later.\n",
         "train it further",

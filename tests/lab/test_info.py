@@ -22,9 +22,9 @@ def test_a_model_is_described(tmp_path, capsys):
     shown = rows(run(capsys, "info", tmp_path)[1])
     assert shown["model"] == "CoCAGPTNeoXForCausalLM"
     assert shown["attention"] == "CoCA, strict, full cache; 4 heads of 8, 4 for keys and values"
-    assert shown["layers"] == "2 of 32: lg (l sees the last 8 tokens, g all)"
+    assert shown["layers"] == "2 of width 32: lg (l sees the last 8 tokens, g all)"
     assert "decay 1.0" in shown["rotation"] and "turning_pairs 0" in shown["rotation"]
-    assert shown["training length"] == "32 tokens"
+    assert shown["context"] == "32 tokens"
     assert shown["parameters"] == f"{model.num_parameters():,} (bfloat16)"
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import PositiveInt
 
+from coca_attention.errors import UserError
 from coca_lab.analysis.task import ANALYSIS
 from coca_lab.cli import Command, choose
 from coca_lab.cli.console import RAY, PlacedSettings, ProgressBar, parse, parse_file, print_table
@@ -39,8 +40,12 @@ class ScaledSettings(LoadingSettings):
 
     scaling: ScalingKind = "none"
     """Rotary scaling; ntk computes the base from each window, linear is position interpolation."""
-    factor: ScalingFactor = 4.0
-    """Factor of the scaling."""
+    factor: ScalingFactor | None = None
+    """Factor of the scaling, by default 4."""
+
+    def __post_init__(self) -> None:
+        if self.factor is not None and self.scaling == "none":
+            raise UserError("factor is for a scaling: set --scaling, for example to yarn")
 
 
 @dataclass
@@ -84,7 +89,7 @@ def task_command(task: Task, prefix: str) -> Command:
         plain = re.sub(r"[^\w.=+-]+", "-", name)
         file = f"{plain}-{task.name}.json"
         if task.scaled:
-            scaling = ScalingSettings(loading.scaling, loading.factor)
+            scaling = ScalingSettings(loading.scaling, loading.factor or 4.0)
             file = f"{plain}-{loading.scaling}-{task.name}.json"
         output = Path(loading.output or Path("runs", "eval", file))
         check_results(output)

@@ -37,8 +37,8 @@ class GenerateSettings(PlacedSettings):
     scaling: str = "none"
     """Rotary scaling, such as linear, ntk, dynamic or yarn; ntk fixes the base from the prompt's
     length plus max_new_tokens."""
-    factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 4.0
-    """Factor of the scaling."""
+    factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    """Factor of the scaling, by default 4."""
     chat: bool = False
     """Put the prompt into the tokenizer's chat template, as a user's message, and print the answer
     alone."""
@@ -50,6 +50,8 @@ class GenerateSettings(PlacedSettings):
             raise UserError(f"temperature must be 0, or at least {COLDEST}, got {self.temperature}")
         if not self.temperature and (self.top_p, self.top_k) != (None, None):
             raise UserError("top_p and top_k are for draws: set --temperature, for example to 1")
+        if self.factor is not None and self.scaling == "none":
+            raise UserError("factor is for a scaling: set --scaling, for example to yarn")
 
 
 def generate_command(words: list[str]) -> None:
@@ -84,7 +86,7 @@ def generate_command(words: list[str]) -> None:
         options["streamer"] = TextStreamer(
             tokenizer, skip_prompt=settings.chat, skip_special_tokens=True
         )
-    scaling: Any = RotaryScaling(settings.scaling, settings.factor)  # pyright: ignore (any rule)
+    scaling: Any = RotaryScaling(settings.scaling, settings.factor or 4.0)  # pyright: ignore (any rule)
     set_seed(settings.seed)
     with scaling.applied(model, before + settings.max_new_tokens):
         (ids,) = model.generate(

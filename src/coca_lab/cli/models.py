@@ -63,7 +63,7 @@ def convert_command(words: list[str]) -> None:
     if not wanted.changes_function:
         limit = rotation(model.config.get_text_config()).max_distance
         note = f"; the same as before up to {limit:,} tokens"
-        log.warning("coca convert --form rope is now coca extend, and this word of it will go.")
+        log.warning("coca convert --form rope is deprecated: use coca extend")
     print(
         f"{target}: {model.config.model_type}, {wanted.form}, {model.num_parameters():,} parameters"
         f"{'' if folder.from_original else note}"
@@ -105,6 +105,10 @@ def extend_command(words: list[str]) -> None:
     new_folder(path, target)
     if wanted.max_distance and wanted.method not in ("auto", "limited"):
         raise UserError("--max-distance is for --method limited")
+    if not check.check and check != CheckSettings():
+        raise UserError(
+            "what is measured, and on what, is said beside --check TEXT, which is missing"
+        )
     config = model_without_weights(path).config
     length, to = extended_lengths(config, wanted.to, wanted.length)
     _print_training_length(config, wanted.length)

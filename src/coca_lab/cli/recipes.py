@@ -60,16 +60,17 @@ def train_command(words: list[str]) -> None:
     # Takes longer to import than the help takes to print.
     from accelerate import PartialState
 
-    from coca_lab.training import read_summary, train
+    from coca_lab.training import is_finished, read_summary, train
     from coca_lab.training.run import what_was_kept
 
+    was = "finished before, " if is_finished(folder) else ""
     summary = read_summary(train(settings, folder))
     if not PartialState().is_main_process:
         return
     curve = summary["validation"]
     validation = f", validation perplexity {curve[-1]['perplexity']:.2f}" if curve else ""
     print(
-        f"{folder}: {summary['parameters']:,} parameters, {summary['tokens']:,} tokens, "
+        f"{folder}: {was}{summary['parameters']:,} parameters, {summary['tokens']:,} tokens, "
         f"last loss {summary['curve'][-1]['loss']:.3f}{validation}"
     )
     if summary["recipe"]["data"].get("mixture"):

@@ -59,8 +59,8 @@ class CheckSettings:
     check: str = ""
     """Text on which to measure perplexity, and how many numbers that are hidden in it are found, by
     every method: stdlib; a file, folder or glob of .txt, .jsonl or .parquet; or hf:NAME. Of the
-    methods that lose nothing within L and are clearly worse than none beyond it, the one that runs
-    in most engines is taken."""
+    methods that lose nothing within L, and than which no other is clearly better beyond it, the one
+    that runs in most engines is taken."""
     check_lengths: list[PositiveInt] = field(default_factory=list)
     """Lengths of text to measure at beside L; by default 2 L, 4 L, … up to --to."""
     check_documents: PositiveInt = 10
@@ -97,7 +97,8 @@ class Candidate:
     @property
     def engines(self) -> tuple[str, ...]:
         """What runs a model that is extended like this."""
-        return STOCK if self.method in ("base", "yarn", "ntk") else STOCK[:1]
+        package = ("Transformers with this package",)
+        return {"limited": package, "dynamic": STOCK[:1]}.get(self.method, STOCK)
 
     def readings(self, lengths: Sequence[int]) -> list[list[int]]:
         """The lengths that one reading of a text has, for every reading that it takes.
