@@ -369,4 +369,4 @@ def test_convert_asks_for_a_form_and_names_extend(source, tmp_path, capsys):
     assert code == 2 and "--form is missing: one of slack" in err and "coca extend" in err
     code, said, err = run(capsys, "convert", source, tmp_path / "target", "--form", "rope")
     assert code == 0 and "the same as before up to 160 tokens" in said
-    assert "coca convert --form rope is now coca extend" in err
+    assert "coca convert --form rope is deprecated: use coca extend" in err
