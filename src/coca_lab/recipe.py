@@ -95,11 +95,12 @@ class Recipe:
             )
         if validation.every is not None:
             named = validation.source
-            source = SourceSettings(named or data.source, data.text_field, data.bad_lines)
-            where = "validation.source: " if named else "data.held_out: "
+            read = data.source if named is None else named
+            source = SourceSettings(read, data.text_field, data.bad_lines)
+            where = "data.held_out: " if named is None else "validation.source: "
             own = what.get(source.source, f"{VALIDATION} text")
-            share = 0.0 if named else data.held_out
-            found.append(Text(VALIDATION, where, source, own, share, from_held_out=not named))
+            share = data.held_out if named is None else 0.0
+            found.append(Text(VALIDATION, where, source, own, share, from_held_out=named is None))
         return found
 
     @property

@@ -5,7 +5,8 @@ A source is a string:
 - ``stdlib``: source code and documentation of the running Python: real text without a download;
 - a folder, which is searched for files whose names end with ``.txt``, ``.jsonl``, ``.ndjson``,
   ``.json`` or ``.parquet``, in capitals or not; all but the last may be compressed as ``.gz``,
-  ``.xz`` or ``.zst``. ``.json`` has a record a line, as in C4 and Dolma, or is a list of records;
+  ``.xz`` or ``.zst``. ``.json`` has a record a line, as in C4 and Dolma, or is a list of records.
+  Files and folders in it whose names begin with a dot are left out;
 - a glob, or a file: a file of any other type is read as text, if the source names its type;
 - ``hf:NAME``, ``hf:NAME:SPLIT`` or ``hf:NAME:CONFIG:SPLIT``: a dataset for `datasets`, streamed;
 - to train on, a ``.npy`` file of token ids.
@@ -19,7 +20,6 @@ import logging
 import lzma
 import os
 import sysconfig
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +44,7 @@ RECORD_FILES = (".jsonl", ".ndjson", ".json")
 """Endings of files with a record in each line, or, the last, with a list of records."""
 KNOWN = (".txt", *RECORD_FILES, ".parquet")
 PACKED = {".gz": "gzip", ".xz": "xz", ".zst": "zstd"}
+RECORDS = "expected a record in each line or, in .json, one list of records"
 NAMED = 5
 """Files that a message names."""
 
@@ -129,7 +130,7 @@ def source_files(source: str) -> list[Path]:
         topics = Path(sysconfig.get_paths()["stdlib"]) / "pydoc_data" / "topics.py"
         return [*_stdlib_files(), *([topics] if topics.is_file() else [])]
     if source.startswith("hf:"):
-        folder = Path(source.removeprefix("hf:").split(":")[0])
+        folder = Path(_hub_parts(source)[0])
         return sorted(path for path in folder.rglob("*") if path.is_file())
     return _find(source)[0]
 
@@ -143,14 +144,16 @@ def text_fingerprint(source: str) -> str:
     files = source_files(source)
     if not files:
         return source
-    part = source.split(":")[2:] if source.startswith("hf:") else []
+    part = _hub_parts(source)[1:] if source.startswith("hf:") else []
     return fingerprint([part, files_fingerprint(files)])
 
 
 def _find(source: str) -> tuple[list[Path], list[Path]]:
     """The files of a path or a glob in reading order, and the others there, which are not read."""
+    if not source:  # Path would make it the current folder
+        raise DataError("the source is empty: name a file, a folder (. for this one) or a glob")
     path = Path(source).expanduser()
-    matches = list(path.rglob("*")) if path.is_dir() else glob.glob(str(path), recursive=True)
+    matches = _inside(path) if path.is_dir() else glob.glob(str(path), recursive=True)
     files: dict[Path, Path] = {}  # each once, though a link leads back to its folder
     others = []
     for match in sorted(each for each in map(Path, matches) if not each.is_dir()):
@@ -168,9 +171,18 @@ def _find(source: str) -> tuple[list[Path], list[Path]]:
     )
     known = f"known types: {', '.join(KNOWN)}, all but the last optionally with .gz, .xz or .zst"
     raise DataError(
-        f"{source}: {reason}; {known}; others are read as text if named. Use hf:NAME for a Hugging "
-        "Face dataset, stdlib for the text of Python's standard library"
+        f"{source}: {reason}; {known}; others, and hidden files, are read if named. Use hf:NAME "
+        "for a Hugging Face dataset, stdlib for the text of Python's standard library"
     )
+
+
+def _inside(folder: Path) -> list[Path]:
+    """What is in a folder, at any depth, but for what is hidden there, which globs skip too."""
+    return [
+        path
+        for path in folder.rglob("*")
+        if not any(name.startswith(".") for name in path.relative_to(folder).parts)
+    ]
 
 
 def _kind(path: Path) -> tuple[str, str | None]:
@@ -265,7 +277,7 @@ def _records(
                 raise DataError(
                     f"{error}; correct it, or skip such lines (bad_lines: skip)"
                 ) from error
-            warnings.warn(f"skipped {error}", stacklevel=2)
+            log.warning("skipped %s", error)
         else:
             count += 1
             yield document
@@ -275,26 +287,33 @@ def _records(
 
 def _document(record: object, text_field: str, place: str) -> Document:
     """The text of a record, with its ``id`` or else its place; DataError if it has none."""
+    otherwise = f"; {RECORDS}" if isinstance(record, str) else ""
     if isinstance(record, str):
         try:
             record = json.loads(record)
         except (ValueError, RecursionError) as error:
-            message = f"{place}: not valid JSON ({getattr(error, 'msg', error)})"
-            raise DataError(message) from error
+            message = f"the line is not valid JSON ({getattr(error, 'msg', error)})"
+            raise DataError(f"{place}: {message}{otherwise}") from error
     if not isinstance(record, dict):
         raise DataError(f"{place}: expected a JSON object, got {type(record).__name__}")
-    text = record.get(text_field)
+    if text_field not in record:
+        texts = {name: text for name, text in record.items() if isinstance(text, str | bytes)}
+        longest = max(texts, key=lambda name: len(texts[name]), default=None)
+        named = f": use --text-field {longest} (in a recipe data.text_field)"
+        fields = ", ".join(map(repr, record))
+        raise DataError(
+            f"{place}: no text in field {text_field!r} (fields: {fields})"
+            f"{named if longest else otherwise}"
+        )
+    text = record[text_field]
     if isinstance(text, bytes):  # Parquet's type binary, which some writers give to text
         try:
             text = text.decode()
         except UnicodeDecodeError as error:
             raise DataError(f"{place}: the text is not UTF-8 ({error})") from error
     if not isinstance(text, str):
-        texts = {name: text for name, text in record.items() if isinstance(text, str | bytes)}
-        longest = max(texts, key=lambda name: len(texts[name]), default=None)
-        hint = f": use --text-field {longest} (in a recipe data.text_field)" if longest else ""
-        fields = ", ".join(map(repr, record))
-        raise DataError(f"{place}: no text in field {text_field!r} (fields: {fields}){hint}")
+        kind = "null" if text is None else type(text).__name__
+        raise DataError(f"{place}: no text in field {text_field!r}: expected a string, got {kind}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -305,12 +324,18 @@ def _document(record: object, text_field: str, place: str) -> Document:
     return Document(place if name is None else str(name), text)
 
 
-def _hub_documents(source: str, text_field: str) -> Iterator[Document]:
-    import datasets  # takes longer to import than everything else here
-
+def _hub_parts(source: str) -> list[str]:
+    """NAME, CONFIG and SPLIT of a dataset, as far as they are given."""
     parts = source.removeprefix("hf:").split(":")
     if not parts[0] or len(parts) > 3:
         raise DataError(f"{source}: expected hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
+    return parts
+
+
+def _hub_documents(source: str, text_field: str) -> Iterator[Document]:
+    import datasets  # takes longer to import than everything else here
+
+    parts = _hub_parts(source)
     config = parts[1] if len(parts) == 3 else None
     split = parts[-1] if len(parts) > 1 else "train"
     number = 0

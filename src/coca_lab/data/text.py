@@ -26,6 +26,7 @@ from coca_lab.data.documents import (
 from coca_lab.files import check_name, writing
 from coca_lab.fingerprints import fingerprint
 
+TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_FILES = ("*token*", "*vocab*", "*merges*", "*.model", "*.tiktoken")
 """Patterns of the names that files of a tokenizer have."""
 NO_VOCABULARY = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -98,8 +99,27 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
                 f"{path}: the folder has no tokenizer: copy tokenizer.json and "
                 "tokenizer_config.json from the model that it was made from"
             ) from error
-        reason = " ".join((str(error).strip() or type(error).__name__).split())[:300]
+        reason = _damage(folder) or str(error).strip() or type(error).__name__
+        reason = " ".join(reason.split())[:300]
         raise UserError(f"{path}: no tokenizer could be loaded: {reason}") from error
+
+
+def _damage(folder: Path) -> str | None:
+    """Which JSON file of a tokenizer's folder is damaged, if one is: Transformers names none."""
+    for name in (TOKENIZER_JSON, *NO_VOCABULARY):
+        if not (folder / name).is_file():
+            continue
+        try:
+            content = json.loads((folder / name).read_bytes())
+            if not isinstance(content, dict):
+                raise ValueError(f"expected an object, got {type(content).__name__}")
+            if name == TOKENIZER_JSON:
+                Tokenizer.from_file(str(folder / name))
+                if "added_tokens" not in content:  # which Transformers alone needs
+                    raise ValueError("it has no added_tokens")
+        except Exception as error:  # tokenizers raises no other
+            return f"{name} is damaged ({error}): copy it from the model that it was made from"
+    return None
 
 
 def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -10,6 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from coca_lab.data import DataError, Document, held_out, read_documents
+from coca_lab.data.documents import text_fingerprint
 
 RECORDS = [{"id": "a", "text": "first"}, {"id": "b", "text": "zweite Zeile: äöü"}]
 LINES = "".join(json.dumps(record) + "\n" for record in RECORDS)
@@ -46,6 +47,10 @@ def test_parquet(tmp_path):
     assert read(path) == EXPECTED
     with pytest.raises(DataError, match=r"no text in field 'body' .fields: 'id', 'text'"):
         read(path, text_field="body")
+    numbers = tmp_path / "numbers.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"text": 5}]), numbers)
+    with pytest.raises(DataError, match=r"'text': expected a string, got int"):
+        read(numbers)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match="not a readable Parquet file"):
         read(path)
@@ -71,7 +76,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     assert [d.text for d in read(tmp_path)] == [*texts, *texts, "Ünicode", "packed"]
 
 
-def test_parquet_columns_of_bytes_are_text(tmp_path):
+def test_parquet_columns_of_bytes_are_text(tmp_path, caplog):
     """Some writers leave out Parquet's note that a column is UTF-8."""
     kinds = pyarrow.binary(), pyarrow.large_binary(), pyarrow.large_string()
     for number, kind in enumerate(kinds):
@@ -87,8 +92,8 @@ def test_parquet_columns_of_bytes_are_text(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     with pytest.raises(DataError, match=r"latin.parquet:1: the text is not UTF-8"):
         read(path)
-    with pytest.warns(UserWarning, match="skipped"):
-        assert [d.text for d in read(path, bad_lines="skip")] == ["fine"]
+    assert [d.text for d in read(path, bad_lines="skip")] == ["fine"]
+    assert "skipped" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -109,6 +114,25 @@ def test_folders_and_globs_are_read_in_order(tmp_path):
     assert [d.text for d in read(tmp_path)] == ["B", "A"]
     assert [d.text for d in read(tmp_path / "*.TXT")] == ["B"]
     assert [d.text for d in read(tmp_path / "**" / "*.txt")] == ["A"]
+
+
+def test_what_is_hidden_in_a_folder_is_read_if_named_alone(tmp_path, caplog, monkeypatch):
+    """Jupyter's checkpoints are copies, and macOS's ._ files are not text."""
+    folder = tmp_path / ".texts"
+    hidden = folder / ".ipynb_checkpoints"
+    hidden.mkdir(parents=True)
+    (folder / "a.txt").write_text("A")
+    (hidden / "a-checkpoint.txt").write_text("old")
+    (folder / "._a.txt").write_bytes(b"\0\5\x16\7")
+    (folder / ".gitattributes").write_text("* text")
+    assert [d.text for d in read(folder)] == [d.text for d in read(folder / "*")] == ["A"]
+    monkeypatch.chdir(folder)
+    assert [d.text for d in read(".")] == ["A"] and not caplog.messages
+    for named in (hidden, hidden / "a-checkpoint.txt", folder / ".ipy*" / "*.txt"):
+        assert [d.text for d in read(named)] == ["old"]
+    (folder / "a.txt").unlink()
+    with pytest.raises(DataError, match=r"no readable file there.*hidden files, are read if named"):
+        read(folder)
 
 
 def test_a_folder_names_what_it_leaves_out(tmp_path, caplog):
@@ -161,15 +185,16 @@ def test_the_split_is_by_text_and_independent_of_order_and_path(text_folder, mon
     assert 0 < len(whole) < 12
 
 
-def test_a_broken_line_is_named_and_fatal_or_skipped(tmp_path):
+def test_a_broken_line_is_named_and_fatal_or_skipped(tmp_path, caplog):
     path = tmp_path / "books.jsonl"
     path.write_text('{"text": "one"}\n\n{"text": "tw\n{"text": "three", "id": 0}\n')
     with pytest.raises(
-        DataError, match=r"books\.jsonl:3: not valid JSON.*; correct it.*bad_lines: skip"
+        DataError, match=r"jsonl:3: the line is not valid JSON.*; correct it.*bad_lines: skip"
     ):
         read(path)
-    with pytest.warns(UserWarning, match=r"skipped .*:3: not valid JSON"):
-        documents = read(path, bad_lines="skip")
+    documents = read(path, bad_lines="skip")
+    (said,) = caplog.messages
+    assert said.startswith(f"skipped {path}:3: the line is not valid JSON")
     assert documents == [Document(f"{path}:1", "one"), Document("0", "three")]
 
 
@@ -178,7 +203,11 @@ def test_a_broken_line_is_named_and_fatal_or_skipped(tmp_path):
     [
         ("list.jsonl", b"[1, 2]\n", "expected a JSON object, got list"),
         ("field.jsonl", b'{"body": "x"}', "'text' .fields: 'body'.: use --text-field body"),
-        ("number.jsonl", b'{"text": 5}', "no text in field 'text'"),
+        ("number.jsonl", b'{"text": 5}', "no text in field 'text': expected a string, got int"),
+        ("null.jsonl", b'{"text": null}', "expected a string, got null"),
+        ("indented.json", b'{\n "text": "x"\n}', "a record in each line or, in .json, one list"),
+        ("indented.jsonl", b'[\n {"text": "x"}\n]', "in .json, one list of records"),
+        ("object.json", b'{"data": [{"text": "x"}]}', "fields: 'data'.; expected a record in each"),
         ("half.jsonl", b'{"text": "\\ud800"}', "not valid Unicode"),
         ("deep.jsonl", b"[" * 99999, "not valid JSON"),
         ("empty.txt", b"", "the file is empty"),
@@ -204,6 +233,18 @@ def test_invalid_files_are_rejected_by_name(tmp_path, name, content, message):
     with pytest.raises(DataError, match=message) as raised:
         read(path)
     assert str(path) in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"), [("", "the source is empty"), ("hf:", "expected hf:NAME")]
+)
+def test_an_empty_name_is_not_the_current_folder(text_folder, monkeypatch, source, message):
+    """As of a variable of the shell that is not set."""
+    monkeypatch.chdir(text_folder)
+    for function in (read, text_fingerprint):
+        with pytest.raises(DataError, match=message):
+            function(source)
+    assert len(read(".")) == 12
 
 
 def test_missing_sources_and_what_is_no_file_are_rejected(tmp_path):

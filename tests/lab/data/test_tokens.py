@@ -115,6 +115,28 @@ def test_no_tokenizer_and_too_small_a_vocabulary_are_rejected(tmp_path):
         train_tokenizer([], 100)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("tokenizer.json", "", "Expecting value"),
+        ("tokenizer.json", "[]", "expected an object, got list"),
+        ("tokenizer.json", "{}", "Model missing"),
+        ("tokenizer.json", None, "it has no added_tokens"),
+        ("tokenizer_config.json", "[]", "expected an object, got list"),
+        ("special_tokens_map.json", "{", "Expecting property name"),
+    ],
+)
+def test_a_damaged_file_of_a_tokenizer_is_named(tmp_path, tokenizer, name, content, reason):
+    tokenizer.save_pretrained(tmp_path)
+    if content is None:
+        content = json.loads((tmp_path / name).read_text())
+        del content["added_tokens"]
+        content = json.dumps(content)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=rf"{name} is damaged \({reason}.*\): copy it"):
+        load_tokenizer(tmp_path)
+
+
 def test_token_ids_and_the_held_out_split_never_change(source, tokenizer):
     texts = [tokenise(source, tokenizer, share=share).data for share in (0.0, 0.5)]
     digests = [hashlib.sha256(text).hexdigest()[:16] for text in texts]
