@@ -188,7 +188,8 @@ def _config_and_class(path: str, any_head: bool) -> tuple[Any, Any]:
             f"{path}: {config.model_type} is no causal language model{hint if parts else ''}"
         )
     # Transformers reads an encoder as a language model that sees what it is to predict.
-    saved = (config.architectures or [auto._model_mapping[type(config)].__name__])[0]
+    made: Any = auto._model_mapping[type(config)]
+    saved = (config.architectures or [made.__name__])[0]
     encodes = getattr(config, "is_decoder", None) is False and not saved.endswith("ForCausalLM")
     if encodes and not any_head:
         raise UserError(f"{path}: {saved} reads in both directions: it is no causal language model")
