@@ -116,7 +116,7 @@ def _text(doc: str) -> str:
     found = [_plain(first)]
     for heading, text in zip(parts[::2], parts[1::2], strict=True):
         after = re.sub(r"\A(?: +\S.*\n?|\n)*", "", text)  # the section is indented
-        body = inspect.cleandoc(text.removesuffix(after))
+        body = inspect.cleandoc("\n" + text.removesuffix(after))
         if heading.startswith("Example"):
             found.append(f"```pycon\n{body}\n```")
         elif heading in ("Returns", "Yields"):

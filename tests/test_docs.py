@@ -254,6 +254,7 @@ def test_the_reference_is_what_the_code_says(monkeypatch, capsys):
         for public in importlib.import_module(reference.PAGES.get(name, "re")).__all__:
             assert name == "commands" or f"## {public}\n\n" in text
     everything = "".join(pages.values())
+    assert not re.search(r"\*\*Raises\*\*\n\n(?:- `.*\n)*- [^`]", everything)  # half an error
     for public in importlib.import_module("coca_attention").__all__:
         assert f"## {public}\n\n```py\n{public}(" in everything
     assert not re.search(r"(?<![\w.~:/<>`])/(?:home|root|work|tmp)\b", everything)

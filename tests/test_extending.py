@@ -72,6 +72,13 @@ def test_the_form_is_the_operator_of_its_equation():
     assert (operator(q, t, v, delta) - expected).abs().max() < 1e-12
     leaves = [x.requires_grad_() for x in (q[:1, :, :3], t[:1, :, :3] + 0.1, v[:1, :, :3], delta)]
     assert torch.autograd.gradcheck(operator, leaves, atol=1e-8)
+    for wrong, message in (
+        ({"dleta": delta}, r"parameters of form phase must be \['delta'\], got \['dleta'\]"),
+        ({"delta": delta[:3]}, r"delta of form phase must have shape \(4, ...\), .* got \(3, 4\)"),
+        ({"delta": 1.0}, r"must have shape \(4, ...\), .* got \(\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            coca_attention(q, t, v, form="phase", parameters=wrong)
 
 
 def test_the_form_trains_saves_loads_and_generates(phase, tmp_path):

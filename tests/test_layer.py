@@ -117,6 +117,15 @@ def test_dropout_applies_only_in_training():
         ((32, 0), {}, "num_heads must be a whole number from 1, got 0"),
         ((32, 4), {"rotation": Rotation(8, max_distance=4)}, "does not limit distances: leave"),
         ((32, 4), {"free_pairs": 5}, "free_pairs must be .* between 0 and 4, got 5"),
+        (("32", 4), {}, "hidden_size must be a whole number from 1, got '32'"),
+        ((32, 4, 2.0), {}, r"num_key_value_heads must be a whole number from 1, got 2\.0"),
+        *(
+            ((32, 4), {"dropout": share}, f"dropout must be .* from 0 to 1, got {share}")
+            for share in (-1, 1.5)
+        ),
+        ((32, 4), {"window": 0}, "window, a number of tokens, must be a whole number from 1"),
+        ((32, 4), {"rotation": Rotation(16)}, "at most the head width 8; got 16"),
+        ((32, 4), {"rotation": 1e4}, r"a Rotation, such as Rotation\(8\), got 10000\.0"),
     ],
 )
 def test_invalid_sizes_are_refused(sizes, options, message):
@@ -165,3 +174,16 @@ STATIC = StaticCache(
 def test_unsupported_inputs_are_refused(shape, index, options, message):
     with pytest.raises(ValueError, match=message):
         CoCAAttention(32, 4, layer_idx=index)(torch.randn(shape), **options)
+
+
+def test_the_cache_that_linear_layers_ask_for_is_the_one_they_take():
+    torch.manual_seed(0)
+    made = {"form": "strict", "linear": True, "dtype": torch.float64}
+    layers = [CoCAAttention(32, 4, layer_idx=index, **made) for index in range(2)]
+    x = torch.randn(2, 9, 32, dtype=torch.float64)
+    with pytest.raises(ValueError, match="for N layers of CoCAAttention") as caught:
+        layers[0](x, cache=DynamicCache())
+    names = {"DynamicCache": DynamicCache, "LlamaConfig": LlamaConfig, "N": len(layers)}
+    cache = eval(str(caught.value).partition("CoCAAttention ")[2], names)
+    parts = [layers[1](layers[0](part, cache=cache), cache=cache) for part in x.split(4, 1)]
+    assert (torch.cat(parts, 1) - layers[1](layers[0](x))).abs().max() < 1e-12

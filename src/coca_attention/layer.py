@@ -23,8 +23,15 @@ from coca_attention.ops import (
     query_map,
     score_scale,
 )
-from coca_attention.ops.checks import check_heads, check_positions, check_whole, check_width
+from coca_attention.ops.checks import (
+    check_heads,
+    check_positions,
+    check_real,
+    check_whole,
+    check_width,
+)
 from coca_attention.ops.linear import Turns, attend_turned, check_linear, linear_turns
+from coca_attention.ops.positions import rotation_of
 
 __all__ = ["CoCAAttention"]
 
@@ -85,7 +92,8 @@ def attend_linear_cached(
         if not hasattr(layer, "recurrent_states"):
             raise ValueError(
                 "linear attention keeps a state, not keys: pass DynamicCache(config=model.config), "
-                "or for CoCAAttention one of a configuration with layer_types of hybrid"
+                "or for N layers of CoCAAttention DynamicCache(config=LlamaConfig("
+                'num_hidden_layers=N, layer_types=["hybrid"] * N))'
             )
         packed = layer.recurrent_states[0]
         state = None if packed is None else LinearState.unpack(packed, query.shape[-1])
@@ -126,8 +134,8 @@ class CoCAAttention(nn.Module):
         dtype: dtype of the weights; default: PyTorch's.
 
     Raises:
-        ValueError: If the sizes do not divide, the head width is odd, or the rotation limits
-            distances.
+        ValueError: If the sizes do not divide, the head width is odd, a value is out of range, or
+            the rotation is wider than a head or limits distances.
 
     Example:
         >>> attention = CoCAAttention(64, num_heads=4, num_key_value_heads=2)
@@ -155,7 +163,9 @@ class CoCAAttention(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = num_heads if num_key_value_heads is None else num_key_value_heads
+        check_whole("hidden_size", hidden_size)
         check_whole("num_heads", num_heads)
+        check_whole("num_key_value_heads", kv_heads)
         if head_dim is None and hidden_size % num_heads:
             raise ValueError(
                 f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}; "
@@ -165,8 +175,11 @@ class CoCAAttention(nn.Module):
         check_width(head_dim)
         check_heads(num_heads, kv_heads)
         check_whole("free_pairs", free_pairs, 0, head_dim // 2)
+        check_real("dropout", dropout, highest=1)
+        if window is not None:
+            check_whole("window, a number of tokens,", window)
         self.form = get_form(form)
-        self.rotation = Rotation(head_dim) if rotation is None else rotation
+        self.rotation = rotation_of(rotation, head_dim)
         if self.rotation.max_distance is not None:
             raise ValueError(
                 "CoCAAttention does not limit distances: leave max_distance out of the rotation, "
@@ -216,7 +229,9 @@ class CoCAAttention(nn.Module):
                 for tokens that nobody sees.
             is_causal: Whether a token sees only itself and earlier tokens.
             cache: Keys and values of earlier tokens, updated in place: Transformers'
-                `DynamicCache()`, or an object that has its `get_seq_length` and `update`.
+                `DynamicCache()`, or an object that has its `get_seq_length` and `update`. For N
+                layers with linear attention, which keep states,
+                `DynamicCache(config=LlamaConfig(num_hidden_layers=N, layer_types=["hybrid"] * N))`.
 
         Returns:
             (B, T, hidden_size).

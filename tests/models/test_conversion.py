@@ -143,8 +143,10 @@ def test_settings_are_an_object_or_keywords():
     for model in models:
         assert model.config.kv_cache == "half"
         assert torch.equal(logits(model, ids), logits(models[0], ids))
-    with pytest.raises(TypeError, match="free_pair"):
+    with pytest.raises(TypeError, match="'free_pair'; did you mean free_pairs"):
         convert(vanilla("Llama"), free_pair=2)
+    with pytest.raises(UserError, match=r"form must be one of .*, got Roles\("):
+        convert(vanilla("Llama"), Roles("llg"))
 
 
 def test_unsupported_models_are_not_changed():

@@ -270,6 +270,9 @@ def test_fold_is_the_mean_of_each_pair():
     assert fold(x).tolist() == [2.0, 4.0]
     assert fold(x, interleaved=True).tolist() == [1.5, 4.5]
     assert fold(x, free_pairs=1).tolist() == [2.0, 2.0, 6.0]
+    for pairs in (-1, 3):
+        with pytest.raises(ValueError, match=f"free_pairs must be .* 0 and 2, got {pairs}"):
+            fold(x, free_pairs=pairs)
 
 
 @pytest.mark.parametrize(
@@ -290,6 +293,11 @@ def test_fold_is_the_mean_of_each_pair():
         ({}, {"form": "loose"}, ValueError, "unknown score form 'loose'"),
         ({}, {"query_positions": torch.arange(5)}, ValueError, "query_positions must have shape"),
         ({}, {"rotation": Rotation(18)}, ValueError, "at most the head width 16"),
+        ({}, {"rotation": 1e4}, ValueError, r"a Rotation, such as Rotation\(16\), got 10000\.0"),
+        (
+            {}, {"parameters": {"delta": torch.zeros(4)}}, ValueError,
+            r"parameters of form slack must be \[\], got \['delta'\]",
+        ),
         ({}, {"window": 0}, ValueError, "window must be at least 1"),
         ({}, {"window": 3, "is_causal": False}, ValueError, "requires causal attention"),
         (

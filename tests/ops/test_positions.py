@@ -133,6 +133,7 @@ def test_rotation_gives_the_scores_of_equation_2(pairs, interleaved, first, seed
             (Rotation, {"width": 8, "base": base}, "rotary base must be a finite number above 0")
             for base in (0.0, -1.0, math.nan, math.inf)
         ),
+        (Rotation, {"width": 8, "rule": "ntk"}, r"such as NTK\(factor=2\.0\), got 'ntk'"),
         (Rotation, {"width": 8, "turning": 5}, "between 0 and 4, got 5"),
         (Rotation, {"width": 8, "temperature": 0}, "whole number from 1, got 0"),
         (Rotation, {"width": 8, "max_distance": 0}, "whole number from 1, got 0"),

@@ -84,7 +84,7 @@ class Conversion:
     def __post_init__(self) -> None:
         forms = (*FORMS, "rope")
         if self.form not in forms:
-            hint = did_you_mean(self.form, forms)
+            hint = did_you_mean(str(self.form), forms)
             raise UserError(f"form must be one of {', '.join(forms)}, got {self.form!r}{hint}")
         if self.roles is not None and not (isinstance(self.roles, Roles) and self.roles.layers):
             raise UserError(f'roles must be a Roles, such as Roles("llg"), got {self.roles!r}')
@@ -137,6 +137,10 @@ def convert(
             then unchanged.
         TypeError: If a setting is unknown.
     """
+    known = Conversion.__match_args__
+    for name in settings.keys() - known:
+        hint = did_you_mean(name, known, f"; choose one of {', '.join(known)}")
+        raise TypeError(f"convert() got an unexpected keyword argument {name!r}{hint}")
     wanted = replace(form if isinstance(form, Conversion) else Conversion(form), **settings)
     forget_gguf(model)
     family, new_class = _find_family(model)

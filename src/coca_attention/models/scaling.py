@@ -46,7 +46,8 @@ def set_rotary_scaling(
     current one and is stored in the configuration. In families with several layer types (Gemma 3)
     it applies to the layers with full attention, because a sliding window never reaches far.
     Loading a vanilla model that was saved with ``ntk`` requires importing this package, which
-    registers the rule. Transformers' own Phi-3 can only be saved with ``longrope``.
+    registers the rule; Transformers logs that it has no validation function for it, which changes
+    nothing. Transformers' own Phi-3 can only be saved with ``longrope``.
 
     Args:
         model: A loaded model.

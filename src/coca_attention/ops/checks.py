@@ -12,7 +12,7 @@ def check_width(width: int, what: str = "head width") -> None:
     """Raise ValueError unless ``width`` can be split into rotary pairs."""
     whole = _is_whole(width) or torch.jit.is_tracing()  # which takes sizes for tensors
     if not whole or width < 2 or width % 2:
-        raise ValueError(f"{what} must be even and at least 2, to form rotary pairs; got {width}")
+        raise ValueError(f"{what} must be even and at least 2, to form rotary pairs; got {width!r}")
 
 
 def check_heads(heads: int, kv_heads: int) -> None:
@@ -49,13 +49,15 @@ def check_real(
     name: str,
     value: object,
     lowest: float = 0,
+    highest: float = math.inf,
     *,
     above: bool = False,
     error: type[ValueError] = ValueError,
 ) -> None:
-    """Raise ``error`` unless a value is a finite number from ``lowest`` on, or above it."""
-    if not _is_real(value) or value < lowest or (above and value == lowest):
+    """Raise ``error`` unless a value is a finite number in a range, ``above``: without its end."""
+    if not _is_real(value) or not lowest <= value <= highest or (above and value == lowest):
         limits = f"{'above' if above else 'from'} {lowest}"
+        limits += f" to {highest}" if highest < math.inf else ""
         raise error(f"{name} must be a finite number {limits}, got {value!r}")
 
 

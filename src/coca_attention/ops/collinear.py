@@ -18,8 +18,7 @@ from coca_attention.ops.checks import check_operands, check_positions
 from coca_attention.ops.clipped import attend_clipped, far_query_map
 from coca_attention.ops.forms import ScoreForm, check_shift_invariant, get_form
 from coca_attention.ops.maps import key_map, query_map, score_scale
-from coca_attention.ops.positions import Rotation
-from coca_attention.ops.rules import UNSCALED
+from coca_attention.ops.positions import Rotation, rotation_of
 
 
 def coca_attention(
@@ -71,14 +70,14 @@ def coca_attention(
         (B, H, T, Dv) in the dtype of the query.
 
     Raises:
-        ValueError: If a shape does not match; the message says which, and what was expected.
+        ValueError: If a shape or a parameter's name does not match; the message says which, and
+            what was expected.
         TypeError: If query, key coefficients and value differ in dtype.
     """
     form = get_form(form)
     check_operands(query, key_coefficients, value)
     (queries, width), keys = query.shape[-2:], key_coefficients.shape[-2]
-    # torch.compile cannot make the default rule.
-    rotation = Rotation(width, rule=UNSCALED) if rotation is None else rotation
+    rotation = rotation_of(rotation, width)
     limit, free_pairs = rotation.max_distance, key_coefficients.shape[-1] - width // 2
     if limit is not None and free_pairs < width // 2:
         check_shift_invariant(form, "max_distance")

@@ -22,7 +22,7 @@ rotated queries and keys, whatever the form.
 To add a form, create a `ScoreForm` and register it with `register_form`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -113,6 +113,21 @@ def check_shift_invariant(form: ScoreForm, what: str) -> None:
             f"{what} needs scores that depend only on distances; those of form {form.name} depend "
             "on both positions: use a shift-invariant form, such as strict or magnitude"
         )
+
+
+def check_parameters(form: ScoreForm, given: Mapping[str, Tensor], heads: int) -> None:
+    """Raise ValueError unless learned parameters have a form's names and an entry per head."""
+    if given.keys() != form.parameters.keys():
+        raise ValueError(
+            f"the parameters of form {form.name} must be {[*form.parameters]}, got {[*given]}"
+        )
+    for name, x in given.items():
+        shape = tuple(getattr(x, "shape", ()))
+        if shape[:1] != (heads,):
+            raise ValueError(
+                f"parameter {name} of form {form.name} must have shape ({heads}, ...), with an "
+                f"entry for each query head; got {shape}"
+            )
 
 
 def _slack_query(q0: Tensor, q1: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

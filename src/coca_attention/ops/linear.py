@@ -22,8 +22,7 @@ from torch import Tensor
 from coca_attention.ops.checks import check_operands
 from coca_attention.ops.forms import ScoreForm, check_shift_invariant, get_form
 from coca_attention.ops.maps import key_map, over_all_pairs, query_map
-from coca_attention.ops.positions import Rotation
-from coca_attention.ops.rules import UNSCALED
+from coca_attention.ops.positions import Rotation, rotation_of
 
 CHUNK = 64
 
@@ -143,8 +142,7 @@ def coca_linear_attention(
             f"key_coefficients must be {(*shape[:2], length, width // 2)}, one for every query and "
             f"none for free pairs; got {tuple(shape)}"
         )
-    if rotation is None:
-        rotation = Rotation(width, rule=UNSCALED)  # torch.compile makes no default rule
+    rotation = rotation_of(rotation, width)
     if positions is None:
         positions = torch.arange(length, device=query.device)
     turns = linear_turns(form, rotation, positions, torch.promote_types(query.dtype, torch.float32))

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from coca_attention.ops import kernels
-from coca_attention.ops.forms import Pairing, ScoreForm, get_form
+from coca_attention.ops.checks import check_whole
+from coca_attention.ops.forms import Pairing, ScoreForm, check_parameters, get_form
 from coca_attention.ops.positions import join_pairs, split_pairs
 
 
@@ -31,7 +32,11 @@ def fold(
 
     (..., D) to (..., P + F). The authors' released code takes the same mean. The last F pairs of a
     head are free and keep both members. For the pair layout and the rotary width see `split_pairs`.
+
+    Raises:
+        ValueError: If D or the rotary width is odd, or they or F are out of range.
     """
+    check_whole("free_pairs", free_pairs, 0, x.shape[-1] // 2)
     first, second = split_pairs(x, interleaved, rotary_width)
     means = (first + second) / 2
     if not free_pairs:
@@ -94,9 +99,12 @@ def query_map(
         (B, H, T, D) in the dtype of the query, always in the half-split layout.
 
     Raises:
-        ValueError: If the form is unknown, or cos or sin requires a gradient.
+        ValueError: If the form is unknown or has other parameters, or cos or sin requires a
+            gradient.
     """
     form = get_form(form)
+    if parameters is not None:
+        check_parameters(form, parameters, query.shape[1])
     wide = torch.promote_types(query.dtype, torch.float32)
     span = 2 * cos.shape[-1]
     cos, sin = over_all_pairs(cos, sin, query.shape[-1] // 2, wide)

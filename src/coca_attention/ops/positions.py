@@ -135,6 +135,8 @@ class Rotation:
     def __post_init__(self) -> None:
         check_width(self.width, "rotary width")
         check_real("rotary base", self.base, above=True)
+        if not isinstance(self.rule, Rule):
+            raise ValueError(f"rule must be a Rule, such as NTK(factor=2.0), got {self.rule!r}")
         check_real("decay_length", self.decay_length, above=True)
         if self.turning is not None:
             check_whole("turning", self.turning, 0, self.width // 2)
@@ -226,6 +228,19 @@ class Rotation:
     def bias(self) -> Decay | None:
         """The decay; None if there is none."""
         return None if self.decay is None else Decay(self.decay, self.decay_length)
+
+
+def rotation_of(given: Rotation | None, width: int) -> Rotation:
+    """The rotation of heads, by default of their whole width; ValueError if it does not fit."""
+    if given is None:
+        return Rotation(width, rule=UNSCALED)  # torch.compile cannot make the default rule
+    if not isinstance(given, Rotation):
+        raise ValueError(f"rotation must be a Rotation, such as Rotation({width}), got {given!r}")
+    if given.width > width:
+        raise ValueError(
+            f"the rotary width must be at most the head width {width}; got {given.width}"
+        )
+    return given
 
 
 @lru_cache(maxsize=64)
