@@ -2,6 +2,7 @@
 
 import re
 import signal
+import socket
 import time
 from pathlib import Path
 from urllib.error import HTTPError
@@ -34,6 +35,8 @@ def test_a_served_model_answers_as_it_does_alone(model_folder, tmp_path, tokeniz
             for _ in range(4)
         }
         assert len(drawn) > 1 or batching  # whose first request sets it for all
+        neutral = {"n": 1, "best_of": 1, "echo": False, "logprobs": None, "user": "a"}
+        assert post(f"{address}/v1/completions", **asked, **neutral)["choices"][0]["text"] == text
         chat = {"model": str(model_folder), "messages": [{"role": "user", "content": "alpha1"}]}
         for path, request, code, reason in (
             ("completions", asked | {"max_tokens": 0}, 400, "max_tokens must be a positive"),
@@ -43,6 +46,15 @@ def test_a_served_model_answers_as_it_does_alone(model_folder, tmp_path, tokeniz
             ("completions", asked | {"prompt": "a b " * 999}, 400, "fit into the context"),
             ("completions", asked | {"prompt": "a" * 2_000_000}, 413, "longer than"),
             ("completions", asked | {"temperature": -1}, 400, "temperature must be"),
+            ("completions", asked | {"max_tokens": 5000}, 400, "fit into the context, which"),
+            ("completions", asked | {"n": 2}, 400, "n is not supported by this server"),
+            ("completions", asked | {"best_of": 3}, 400, "leave it out or give 1"),
+            ("completions", asked | {"echo": True}, 400, "echo is not supported"),
+            ("completions", asked | {"logprobs": 0}, 400, "logprobs is not supported"),
+            ("completions", asked | {"logit_bias": {"5": 9}}, 400, "logit_bias is not supported"),
+            ("chat/completions", chat | {"n": 2}, 400, "n is not supported"),
+            ("chat/completions", chat | {"tool_choice": "none"}, 400, "tool_choice is not"),
+            ("responses", {"input": "a", "conversation": "b"}, 400, "conversation is not"),
             ("chat/completions", chat, 400, "chat template"),
             ("chat/completions", chat | {"messages": [{"role": "user"}]}, 400, ""),
         ):
@@ -50,6 +62,12 @@ def test_a_served_model_answers_as_it_does_alone(model_folder, tmp_path, tokeniz
                 post(f"{address}/v1/{path}", **request)
             said = refused.value.read().decode()
             assert refused.value.code == code and reason in said, said
+        if batching:  # which stops at no text
+            with pytest.raises(HTTPError, match="400"):
+                post(f"{address}/v1/completions", **asked, stop="zzz")
+        else:
+            stopped = post(f"{address}/v1/completions", **asked, stop="zzz")
+            assert stopped["choices"][0]["text"] == text
         chunks = Request(f"{address}/v1/completions", iter([b'{"prompt": "alpha1"}']))
         with pytest.raises(HTTPError, match="411"):
             urlopen(chunks)
@@ -70,3 +88,13 @@ def test_what_cannot_be_served_is_one_line(capsys, monkeypatch, model_folder, tm
     monkeypatch.setattr("coca_lab.cli.serve.is_serve_available", lambda: False)
     code, _, err = run(capsys, "serve", model_folder)
     assert code == 2 and "[serve]" in err
+
+
+def test_an_address_where_nothing_can_listen_is_one_line(capsys, model_folder):
+    pytest.importorskip("uvicorn", reason="Transformers' server is an extra")
+    with socket.create_server(("localhost", 0)) as other:
+        port = other.getsockname()[1]
+        code, _, err = run(capsys, "serve", model_folder, "--port", port)
+    assert code == 2 and f"coca: error: port {port} is in use: choose another --port" in err
+    code, _, err = run(capsys, "serve", model_folder, "--host", "192.0.2.1")  # RFC 5737
+    assert code == 2 and "nothing can listen at 192.0.2.1, port 8000" in err

@@ -1,8 +1,10 @@
 """The command serve: Transformers' server with bounds, and reasons for what it refuses."""
 
+import asyncio
+import errno
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -24,6 +26,19 @@ OTHER_BYTES = 65_536
 LAST_ANSWERS = 5
 """Seconds in which requests may end after a signal."""
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+ANSWER = 1024
+"""Tokens of an answer at most where a request states no limit, as in Transformers."""
+HARMLESS = {"metadata", "prediction", "service_tier", "store", "stream_options", "user"}
+"""Fields of a request that Transformers ignores, and that change no answer."""
+NOT_BATCHED = {"frequency_penalty", "generation_config", "logit_bias", "stop"}
+"""Fields that are ignored in continuous batching."""
+NEUTRAL = {
+    "n": 1, "best_of": 1, "echo": False, "logprobs": False, "top_logprobs": 0, "logit_bias": {},
+    "presence_penalty": 0, "frequency_penalty": 0, "tool_choice": "auto", "modalities": ["text"],
+    "parallel_tool_calls": True, "response_format": {"type": "text"}, "truncation": "disabled",
+    "background": False, "include": [], "text": {"format": {"type": "text"}},
+}  # fmt: skip
+"""Values of ignored fields that ask for nothing, as null does."""
 
 
 @dataclass
@@ -60,6 +75,7 @@ def serve_command(words: list[str]) -> None:
     context = settings.context or getattr(config, "max_position_embeddings", None)
     if context is None:
         raise UserError(f"{path} has no training length: set --context")
+    _check_address(settings.host, settings.port)
     server = uvicorn.Config(
         make_app(path, context, settings),
         host=settings.host,
@@ -67,6 +83,24 @@ def serve_command(words: list[str]) -> None:
         timeout_graceful_shutdown=LAST_ANSWERS,
     )
     uvicorn.Server(server).run()
+
+
+def _check_address(host: str, port: int) -> None:
+    """Raise UserError if nothing can listen there, before the model is loaded."""
+
+    async def listen() -> None:
+        loop = asyncio.get_running_loop()
+        (await loop.create_server(asyncio.Protocol, host, port)).close()
+
+    try:
+        asyncio.run(listen())
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(f"port {port} is in use: choose another --port") from error
+        raise UserError(
+            f"nothing can listen at {host}, port {port} ({error.strerror or error}): choose "
+            "another --host or --port"
+        ) from error
 
 
 def make_app(path: str, context: int, settings: ServeSettings) -> Any:
@@ -98,16 +132,22 @@ def make_app(path: str, context: int, settings: ServeSettings) -> Any:
         cb_config=batching if settings.continuous_batching else None,
     )
 
-    def bounded(handler: type) -> Any:
-        name = f"Bounded{handler.__name__}"
-        kind: Any = type(name, (_Bounded, handler), {"context": context})
+    def bounded(handler: Any, *unread: str) -> Any:
+        # The fields that a handler ignores: those it states itself, and others.
+        ignored = handler._unused_fields.union(unread) - HARMLESS
+        if settings.continuous_batching:
+            ignored |= NOT_BATCHED
+        name, fields = f"Bounded{handler.__name__}", {"context": context, "ignored": ignored}
+        kind: Any = type(name, (_Bounded, handler), fields)
         return kind(models, state)
 
     app = build_server(
         models,
-        bounded(ChatCompletionHandler),
-        completion_handler=bounded(CompletionHandler),
-        response_handler=bounded(ResponseHandler),
+        bounded(ChatCompletionHandler, "moderation", "verbosity"),
+        completion_handler=bounded(CompletionHandler, "logit_bias"),
+        response_handler=bounded(
+            ResponseHandler, "context_management", "conversation", "moderation", "reasoning"
+        ),
         transcription_handler=TranscriptionHandler(models, state),
         systemone_handler=SystemOneHandler(models, state),
         generation_state=state,
@@ -146,16 +186,19 @@ class _Bounded:
     """What handlers of Transformers' server check before they answer; the context in tokens."""
 
     context: int
+    ignored: Collection[str]
 
     async def handle_request(self: Any, body: Any, request_id: str) -> Any:
         """As the handler's; ValueError for what no model can answer."""
-        check_request(body)
+        check_request(body, self.ignored)
         return await super().handle_request(body, request_id)  # pyright: ignore
 
     def _build_generation_config(self: Any, body: Any, *args: Any, **kwargs: Any) -> Any:
         config = super()._build_generation_config(body, *args, **kwargs)  # pyright: ignore
         if body.get("temperature"):
             config.do_sample = True  # which a temperature alone does not set
+        if not any(body.get(name) for name in (*LIMITS, "generation_config")):
+            config.max_new_tokens = None  # as many as fit
         return config
 
     def _streaming(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -167,7 +210,7 @@ class _Bounded:
         return await super()._non_streaming(*args, **kwargs)  # pyright: ignore
 
     def _fit(self, *args: Any) -> None:
-        """Shorten the answer to what is left of the context; ValueError if nothing is."""
+        """Bound the answer by what is left of the context; ValueError if more was asked for."""
         config = next(each for each in args if isinstance(each, GenerationConfig))
         inputs = next(each for each in args if isinstance(each, Mapping) and "input_ids" in each)
         ids = inputs["input_ids"]
@@ -177,11 +220,17 @@ class _Bounded:
                 f"the prompt has {count:,} tokens; 1 to {self.context - 1:,} fit into the context, "
                 "which coca serve --context sets"
             )
-        config.max_new_tokens = min(config.max_new_tokens, self.context - count)
+        asked, left = config.max_new_tokens, self.context - count
+        if asked is not None and asked > left:
+            raise ValueError(
+                f"{asked:,} tokens are asked for; after the prompt's {count:,}, {left:,} fit into "
+                "the context, which coca serve --context sets"
+            )
+        config.max_new_tokens = asked or min(ANSWER, left)
 
 
-def check_request(body: Mapping[str, Any]) -> None:
-    """Raise ValueError, with the reason, for a request that no model can answer."""
+def check_request(body: Mapping[str, Any], ignored: Collection[str]) -> None:
+    """Raise ValueError, with the reason, for what no model can answer or the server ignores."""
     try:
         json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -196,3 +245,9 @@ def check_request(body: Mapping[str, Any]) -> None:
         value = body.get(name)
         if value is not None and not (isinstance(value, int | float) and 0 <= value <= most):
             raise ValueError(f"{name} must be a number from 0 to {most:g}, got {value!r}")
+    for name in sorted(body.keys() & ignored):
+        value, neutral = body[name], NEUTRAL.get(name)
+        # JSON's false is not 0: of completions, logprobs: 0 asks for those of the tokens.
+        if value is not None and (value != neutral or (neutral is False and value is not False)):
+            or_give = f" or give {json.dumps(neutral)}" if name in NEUTRAL else ""
+            raise ValueError(f"{name} is not supported by this server: leave it out{or_give}")
