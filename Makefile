@@ -71,10 +71,11 @@ test-lowest:
 	$(PYTHON) -m venv --clear $(LOWEST)
 	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check uv
 	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct \
-		-e '.[lab]' 'pytest>=8' $(HIGHER)
+		-e '.[lab,lora,harness,gguf]' 'pytest>=8' $(HIGHER)
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest tests/lab/cli tests/test_layer.py tests/lab/report \
 		tests/models/test_roles.py tests/models/test_linear_models.py tests/models/test_flex.py \
-		tests/lab/test_bad_inputs.py tests/lab/training/test_resume.py tests/lab/training/test_train.py
+		tests/lab/test_bad_inputs.py tests/lab/training/test_resume.py tests/lab/training/test_train.py \
+		tests/models/test_quantised.py tests/lab/test_export.py tests/lab/test_lm_eval.py
 
 # Runs where PyTorch for CUDA is installed already, so in that Python and not in .venv.
 gpu-check:
