@@ -1,4 +1,4 @@
-"""The table of results/smollm2/README.md, from the lines of perplexity.jsonl.
+"""The tables of results/smollm2/README.md, from the lines of perplexity.jsonl and ruler.jsonl.
 
 PYTHONPATH=src:. python -m studies.smollm2.table
 """
@@ -7,8 +7,10 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
+from coca_lab.data.ruler import RULER_TASKS
 from studies.pages import markdown, mean_and_interval, write_tables
 
 RESULTS = Path("results/smollm2")
@@ -35,6 +37,22 @@ def perplexities() -> Iterator[list[str]]:
             yield [f"{length:,}", method, *figures]
 
 
+def scores() -> Iterator[list[str]]:
+    """RULER's scores in percent by length and method, and their mean over the tasks."""
+    lines = pd.read_json(RESULTS / "ruler.jsonl", lines=True)
+    tasks = [task for task in RULER_TASKS if task in set(lines.text)]
+    yield ["tokens", "method", *tasks, "mean"]
+    for length, asked in lines.groupby("length"):
+        # A row for every task, a column for every method: lists of the same prompts' scores.
+        found = asked.pivot(index="text", columns="method", values="scores").reindex(tasks)
+        for method in [name for name in ORDER if name in found]:
+            table = np.array([*found[method]])  # tasks, prompts
+            # Prompts of different tasks are independent, so the i-th of all tasks are one draw.
+            mean = mean_and_interval((100 * table.mean(0)).tolist(), "{:.0f}".format)
+            yield [f"{length:,}", method, *(f"{100 * each:.0f}" for each in table.mean(1)), mean]
+
+
 if __name__ == "__main__":
-    marks = "<!-- perplexity -->", "<!-- end of perplexity -->"
-    write_tables(RESULTS / "README.md", markdown(perplexities()), *marks)
+    for name, rows in {"perplexity": perplexities(), "ruler": scores()}.items():
+        marks = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        write_tables(RESULTS / "README.md", markdown(rows), *marks)

@@ -24,7 +24,7 @@ def test_a_page_has_the_tables_of_its_results(module, tmp_path, monkeypatch):
     shutil.copytree(ROOT / folder, tmp_path / folder)
     page = tmp_path / folder / "README.md"
     published = page.read_text(encoding="utf-8")
-    emptied = re.sub(r"(<!-- \w+ -->\n).*(\n<!-- end)", r"\1old\2", published, flags=re.DOTALL)
+    emptied = re.sub(r"(<!-- \w+ -->\n).*?(\n<!-- end)", r"\1old\2", published, flags=re.DOTALL)
     page.write_text(emptied, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", [module])
