@@ -28,6 +28,7 @@ class Store:
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = None if path is None else Path(path)
+        self._is_new = self.path is None or not self.path.exists()
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._naming():
@@ -75,14 +76,6 @@ class Store:
             rows = [(as_text(key),) for key in keys]
             self._db.executemany("DELETE FROM done WHERE key = ?", rows)
 
-    def remove(self, keys: Iterable[object]) -> None:
-        """Forget keys, close the file, and delete it if it has no others."""
-        self.forget(keys)
-        empty = len(self) == 0
-        self.close()
-        if empty and self.path is not None:
-            self.path.unlink(missing_ok=True)
-
     def close(self) -> None:
         """Let other processes use the file."""
         self._db.close()
@@ -90,8 +83,12 @@ class Store:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
+        """Close the file, and delete it if it has no values; after an error only if it is new."""
+        empty = (error is None or self._is_new) and not len(self)
         self.close()
+        if empty and self.path is not None:
+            self.path.unlink(missing_ok=True)
 
     def _one(self, command: str, *values: str) -> Any:
         with self._naming():

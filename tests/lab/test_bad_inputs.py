@@ -270,6 +270,7 @@ def test_one_line_and_exit_code_2(place, capfd, name):
     assert last.startswith("coca: error: ") and message in last
     assert "Traceback" not in said and "unexpected" not in last.replace("unexpected keyword", "")
     assert (place.run / "training.json").read_bytes() == results
+    assert not [*(place.folder / "runs").rglob("*.sqlite")]
 
 
 def test_results_of_another_measurement_are_kept(place, capsys):

@@ -32,10 +32,10 @@ def test_values_and_their_times_survive_and_can_be_forgotten(tmp_path):
         assert {"b": 2, "a": 1} in store and ["c"] in store and "d" not in store
         assert store.get({"b": 2, "a": 1}) == {"x": 2.5} and store.get("d") is None
         assert store.seconds([["c"]]) == 1.5 and store.seconds([["c"], "d"]) == 1.5
-        store.remove([["c"]])
+        store.forget([["c"]])
     with Store(path) as store:
         assert {"a": 1, "b": 2} in store and ["c"] not in store  # of another measurement
-        store.remove([{"a": 1, "b": 2}])
+        store.forget([{"a": 1, "b": 2}])
     assert not list(path.parent.iterdir())
 
 
@@ -54,7 +54,7 @@ def test_a_damaged_file_and_a_full_disk_are_named(tmp_path):
         other.execute("CREATE TABLE done (key, value)")
     with Store(path) as store, pytest.raises(UserError, match=r"is damaged .*column.* delete it"):
         store.put(["a"], [1])
-    path.unlink()
+    path.unlink(missing_ok=True)
     with Store(path) as store:
         store.put(["a"], [1])
         store._db.execute("PRAGMA max_page_count = 4")

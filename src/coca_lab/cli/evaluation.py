@@ -103,7 +103,7 @@ def task_command(task: Task, prefix: str) -> Command:
         with Store(output.with_suffix(".values.sqlite")) as store, ProgressBar() as progress:
             engine = Engine(store, progress)
             cells = write_cells(plan, {name: path}, task, settings, engine, output)
-            store.remove(engine.used)
+            store.forget(engine.used)
         _print_results(cells, output)
 
     run.__doc__ = task.summary
