@@ -196,7 +196,7 @@ def test_the_language_model_of_a_llava_is_converted(family, tmp_path, capsys):
     model = LlavaForConditionalGeneration.from_pretrained(tmp_path / "vanilla")
     words = ["convert", str(tmp_path / "vanilla"), str(tmp_path / "target"), "--form", "strict"]
     assert main(words) == 2
-    assert "llava is not a language model: it has one." in capsys.readouterr().err
+    assert "llava is no causal language model: it has one." in capsys.readouterr().err
     with pytest.raises(UserError, match=r"convert\(model.get_decoder\(\)\) converts its language"):
         convert(model)
     model.config.text_config = convert(model.get_decoder(), "strict", kv_cache="half").config
