@@ -52,7 +52,7 @@ $(ENGINES)/.ready:
 	$(ENGINES)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 
-# ExecuTorch, which brings torchao, bitsandbytes, and DeepSpeed, whose source archive is built against the PyTorch that is there.
+# ExecuTorch, which brings torchao; bitsandbytes; DeepSpeed, whose source archive is built against the PyTorch there.
 DEVICES := build/devices
 $(DEVICES)/.ready:
 	$(PYTHON) -m venv --clear $(DEVICES)

@@ -147,8 +147,8 @@ def writing_model(
     The tokenizer is said to take texts of ``longest`` tokens, if it said fewer. Weights that are
     kept are copied from the source, and the model may have none.
     """
-    for name, weight in model.named_parameters():
-        if not keep_weights and not torch.isfinite(weight).all():
+    for name, weight in () if keep_weights else model.named_parameters():
+        if not torch.isfinite(weight).all():
             raise UserError(f"{source}: {name} has values that are not finite: it is damaged")
     try:
         with writing(target) as partial:

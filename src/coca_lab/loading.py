@@ -213,10 +213,11 @@ def weight_files(path: str | Path) -> list[Path]:
             weights = file(SAFE_WEIGHTS_INDEX_NAME, True)
             names = sorted(set(read_json(weights[0])["weight_map"].values()))
             weights += [each for name in names for each in file(Path(name).name, True)]
-        for each in weights:
-            if not belongs_to(each.parent, each):
-                raise UserError(f"{each} is a link out of the model's folder")
-        return weights + file(GENERATION_CONFIG_NAME, False)
+        files = weights + file(GENERATION_CONFIG_NAME, False)
+    for each in files:
+        if not belongs_to(each.parent, each):
+            raise UserError(f"{each} is a link out of the model's folder")
+    return files
 
 
 def _check_safetensors(path: str) -> None:

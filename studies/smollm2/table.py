@@ -44,12 +44,14 @@ def scores() -> Iterator[list[str]]:
     yield ["tokens", "method", *tasks, "mean"]
     for length, asked in lines.groupby("length"):
         # A row for every task, a column for every method: lists of the same prompts' scores.
-        found = asked.pivot(index="text", columns="method", values="scores").reindex(tasks)
+        found = asked.pivot(index="text", columns="method", values="scores")
         for method in [name for name in ORDER if name in found]:
-            table = np.array([*found[method]])  # tasks, prompts
+            asks = found[method].dropna()
+            table = 100 * np.array([*asks])  # tasks, prompts
+            by_task = dict(zip(asks.index, map("{:.0f}".format, table.mean(1)), strict=True))
             # Prompts of different tasks are independent, so the i-th of all tasks are one draw.
-            mean = mean_and_interval((100 * table.mean(0)).tolist(), "{:.0f}".format)
-            yield [f"{length:,}", method, *(f"{100 * each:.0f}" for each in table.mean(1)), mean]
+            mean = mean_and_interval(table.mean(0).tolist(), "{:.0f}".format)
+            yield [f"{length:,}", method, *(by_task.get(task, "") for task in tasks), mean]
 
 
 if __name__ == "__main__":

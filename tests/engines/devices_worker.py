@@ -2,8 +2,8 @@
 
 python devices_worker.py executorch FOLDER IDS       writes FOLDER/read.pt, the logits
 python devices_worker.py deepspeed LLAMA CONVERTED   prints why ZeRO-3 is refused, a line each
-python devices_worker.py quantised LLAMA CONVERTED   writes LLAMA-4bit, and prints by quantiser the
-    errors of both models' logits when they are quantised, and why the Llama is then not converted
+python devices_worker.py quantised LLAMA CONVERTED   writes LLAMA-4bit, and prints by quantiser
+    what T is, the errors of both models' logits, and why a quantised Llama is not converted
 python devices_worker.py extended 4BIT OTHER         prints how far YaRN changes a 4-bit folder's
     logits in memory, and how far these differ from another folder's
 """
@@ -74,18 +74,6 @@ def refused_by_zero_3(llama, converted):
             print("not refused")
 
 
-def quantisers():
-    """The ways to quantise a model while it is loaded, by name."""
-    from torchao.quantization import Int8WeightOnlyConfig
-    from transformers import BitsAndBytesConfig, TorchAoConfig
-
-    return {
-        "4bit": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32),
-        "8bit": BitsAndBytesConfig(load_in_8bit=True),
-        "torchao": TorchAoConfig(quant_type=Int8WeightOnlyConfig()),
-    }
-
-
 @torch.no_grad()
 def read(folder, **options):
     """A model of a folder, and its logits of a text."""
@@ -95,18 +83,37 @@ def read(folder, **options):
 
 def quantised(llama, converted):
     """Quantise a Llama and a converted one by every library."""
-    for name, how in quantisers().items():
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    from transformers import BitsAndBytesConfig, TorchAoConfig
+
+    ways = {
+        "4bit": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32),
+        "8bit": BitsAndBytesConfig(load_in_8bit=True),
+        "torchao": TorchAoConfig(quant_type=Int8WeightOnlyConfig()),
+    }
+    for name, how in ways.items():
         errors = []
         for folder in (converted, llama):
             whole = read(folder)[1]
             model, logits = read(folder, quantization_config=how)
             errors.append(((logits - whole).norm() / whole.norm()).item())
+            if folder == converted:
+                weight = model.model.layers[0].self_attn.t_proj.weight
+                kind = type(weight).__name__
         if name == "4bit":
             model.save_pretrained(f"{llama}-4bit")
-        try:
-            convert(model, "strict")
-        except UserError as error:
-            print(name, *errors, error)
+        print(name, kind, *errors, why_not(model))
+    model, _ = read(llama)
+    quantize_(model, Int8WeightOnlyConfig())  # without Transformers, whose configuration says so
+    print("quantize_", why_not(model))
+
+
+def why_not(model):
+    """Why a model is not converted."""
+    try:
+        convert(model, "strict")
+    except UserError as error:
+        return error
 
 
 @torch.no_grad()

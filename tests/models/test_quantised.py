@@ -19,6 +19,16 @@ from coca_lab.loading import weight_files
 from families import vanilla
 
 PACKED = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+GGUF_FIELDS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "head_count": "num_attention_heads",
+    "head_count_kv": "num_key_value_heads",
+    "layer_norm_rms_eps": "rms_norm_eps",
+    "vocab_size": "vocab_size",
+}
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -43,15 +53,8 @@ def gguf_folder(tmp_path_factory):
     model, folder = vanilla("Llama"), tmp_path_factory.mktemp("gguf")
     config = model.config
     writer = gguf.GGUFWriter(folder / "llama.gguf", "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(1e4)
-    writer.add_vocab_size(config.vocab_size)
+    for theirs, its in GGUF_FIELDS.items():
+        getattr(writer, f"add_{theirs}")(getattr(config, its))
     q8 = gguf.GGMLQuantizationType.Q8_0
     for name, weight in model.state_dict().items():
         for theirs, its in GGUF_NAMES.items():
@@ -139,8 +142,13 @@ def test_packed_weights_are_not_converted(words, packed_folder, tmp_path, capsys
 
 
 def test_weights_are_those_of_the_folder(packed_folder, tmp_path):
-    index, *files = weight_files(packed_folder)
+    index, *files, generation = weight_files(packed_folder)
     outside = tmp_path / "outside.safetensors"
+    settings = shutil.move(generation, tmp_path / "settings.json")
+    generation.symlink_to(settings)
+    with pytest.raises(UserError, match=r"generation_config.json is a link out of"):
+        extend_folder(packed_folder, tmp_path / "extended", "yarn")
+    generation.unlink()
     shutil.move(files[0], outside)
     files[0].symlink_to(outside)
     with pytest.raises(UserError, match="is a link out of the model's folder"):

@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -137,8 +137,8 @@ def convert(
             then unchanged.
         TypeError: If a setting is unknown.
     """
-    known = Conversion.__match_args__
-    for name in settings.keys() - known:
+    known = [field.name for field in fields(Conversion)]
+    for name in sorted(settings.keys() - known):
         hint = did_you_mean(name, known, f"; choose one of {', '.join(known)}")
         raise TypeError(f"convert() got an unexpected keyword argument {name!r}{hint}")
     wanted = replace(form if isinstance(form, Conversion) else Conversion(form), **settings)
