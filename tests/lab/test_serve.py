@@ -14,6 +14,28 @@ import torch
 from coca_lab.loading import load_model
 from commands import post, run, serving
 
+REFUSED = [
+    ("completions", {"max_tokens": 0}, 400, "max_tokens must be a positive"),
+    ("completions", {"max_tokens": -5}, 400, "max_tokens must be a positive"),
+    ("completions", {"prompt": ""}, 400, "the prompt is empty"),
+    ("completions", {"prompt": "\ud800"}, 400, "half a surrogate pair"),
+    ("completions", {"prompt": "a b " * 999}, 400, "fit into the context"),
+    ("completions", {"prompt": "a" * 2_000_000}, 413, "longer than"),
+    ("completions", {"temperature": -1}, 400, "temperature must be"),
+    ("completions", {"max_tokens": 5000}, 400, "fit into the context, which"),
+    ("completions", {"n": 2}, 400, "n is not supported by this server"),
+    ("completions", {"best_of": 3}, 400, "leave it out or give 1"),
+    ("completions", {"echo": True}, 400, "echo is not supported"),
+    ("completions", {"logprobs": 0}, 400, "logprobs is not supported"),
+    ("completions", {"logit_bias": {"5": 9}}, 400, "logit_bias is not supported"),
+    ("chat/completions", {"n": 2}, 400, "n is not supported"),
+    ("chat/completions", {"tool_choice": "none"}, 400, "tool_choice is not"),
+    ("responses", {"input": "a", "conversation": "b"}, 400, "conversation is not"),
+    ("chat/completions", {}, 400, "chat template"),
+    ("chat/completions", {"messages": [{"role": "user"}]}, 400, ""),
+]
+"""Where a request goes, its fields beside the usual ones, the code and words of the answer."""
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batching", [[], ["--continuous-batching"]])
@@ -38,28 +60,10 @@ def test_a_served_model_answers_as_it_does_alone(model_folder, tmp_path, tokeniz
         neutral = {"n": 1, "best_of": 1, "echo": False, "logprobs": None, "user": "a"}
         assert post(f"{address}/v1/completions", **asked, **neutral)["choices"][0]["text"] == text
         chat = {"model": str(model_folder), "messages": [{"role": "user", "content": "alpha1"}]}
-        for path, request, code, reason in (
-            ("completions", asked | {"max_tokens": 0}, 400, "max_tokens must be a positive"),
-            ("completions", asked | {"max_tokens": -5}, 400, "max_tokens must be a positive"),
-            ("completions", asked | {"prompt": ""}, 400, "the prompt is empty"),
-            ("completions", asked | {"prompt": "\ud800"}, 400, "half a surrogate pair"),
-            ("completions", asked | {"prompt": "a b " * 999}, 400, "fit into the context"),
-            ("completions", asked | {"prompt": "a" * 2_000_000}, 413, "longer than"),
-            ("completions", asked | {"temperature": -1}, 400, "temperature must be"),
-            ("completions", asked | {"max_tokens": 5000}, 400, "fit into the context, which"),
-            ("completions", asked | {"n": 2}, 400, "n is not supported by this server"),
-            ("completions", asked | {"best_of": 3}, 400, "leave it out or give 1"),
-            ("completions", asked | {"echo": True}, 400, "echo is not supported"),
-            ("completions", asked | {"logprobs": 0}, 400, "logprobs is not supported"),
-            ("completions", asked | {"logit_bias": {"5": 9}}, 400, "logit_bias is not supported"),
-            ("chat/completions", chat | {"n": 2}, 400, "n is not supported"),
-            ("chat/completions", chat | {"tool_choice": "none"}, 400, "tool_choice is not"),
-            ("responses", {"input": "a", "conversation": "b"}, 400, "conversation is not"),
-            ("chat/completions", chat, 400, "chat template"),
-            ("chat/completions", chat | {"messages": [{"role": "user"}]}, 400, ""),
-        ):
+        usual = {"completions": asked, "chat/completions": chat, "responses": {}}
+        for path, fields, code, reason in REFUSED:
             with pytest.raises(HTTPError) as refused:
-                post(f"{address}/v1/{path}", **request)
+                post(f"{address}/v1/{path}", **usual[path] | fields)
             said = refused.value.read().decode()
             assert refused.value.code == code and reason in said, said
         if batching:  # which stops at no text
