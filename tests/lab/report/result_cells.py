@@ -3,6 +3,7 @@
 from collections import Counter
 from html.parser import HTMLParser
 
+from coca_lab.data.ruler import ANSWER_TOKENS
 from coca_lab.intervals import wilson_interval
 from coca_lab.report.page import page_sections, tasks_and_runs
 from coca_lab.report.results import parsed
@@ -42,6 +43,7 @@ def passkey(model, length, hits, scaling="none", factor=None, trained=512):
     return {
         "task": "passkey", "model": model, "attention": ATTENTION.get(model),
         "training_length": trained, "scaling": scaling, "factor": factor, "length": length,
+        "seed": 0, "depths": None, "max_new_tokens": 64,
         "accuracy": hits / 10, "wilson95": [0.1, 0.9], "samples": samples,
     }  # fmt: skip
 
@@ -51,6 +53,7 @@ def ruler(model: str, kind: str, length: int, *scores: float, trained: int = 512
     return {
         "task": "ruler", "model": model, "kind": kind, "length": length, "scaling": "none",
         "chat": False, "training_length": trained, "samples": samples,
+        "seed": 0, "max_new_tokens": ANSWER_TOKENS[kind], "filler": f"hash of {kind} at {length}",
         "score": sum(scores) / len(scores), "wilson95": wilson_interval(sum(scores), len(scores)),
     }  # fmt: skip
 

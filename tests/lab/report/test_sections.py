@@ -5,7 +5,10 @@ import math
 import pytest
 from result_cells import CELLS, lines, passkey, perplexity, ruler, shown, study, training
 
+from coca_lab.evaluation.retrieval import RULER_TASK, RulerSettings
+from coca_lab.evaluation.task import Model, evaluate
 from coca_lab.report import build_report, printed_tables
+from conftest import tiny_model
 
 BY_LENGTH = "Perplexity against the length read at once"
 PROMPTS = [
@@ -164,6 +167,23 @@ def test_rulers_tasks_by_hand():
     assert text(cwe)[:2] == ["a", "0.60 (0.13 to 0.94)"]
     assert shown(*RULER["to the end"])["RULER, vt"].rows[0][-1] == "≥ 512"
     assert shown(*RULER["one prompt, none found"])["RULER, vt"].rows[0][-1] == "–"
+
+
+def test_all_of_rulers_tasks_are_one_group_with_one_mean(tokenizer, text_folder, monkeypatch):
+    """As they are evaluated: answers of 128, 30, 120 and 50 tokens, each around its own text."""
+    answers = "coca_lab.evaluation.retrieval.greedy_answers"
+    monkeypatch.setattr(answers, lambda module, tokenizer, ids, **_: ["0"] * len(ids))
+    kinds = ["niah_single_1", "niah_multikey_1", "vt", "cwe", "fwe"]
+    settings = RulerSettings(source=str(text_folder), kinds=kinds, lengths=[2500, 2600], samples=2)
+    cells = [
+        cell
+        for name in "ab"
+        for cell in evaluate(RULER_TASK, Model(tiny_model("rope"), tokenizer, name), settings)
+    ]
+    (mean, *_), *others = [header for header, _ in printed_tables(cells)]
+    assert mean == "mean RULER score of 5 tasks at"
+    assert [header[0] for header in others] == [f"RULER score at (RULER, {kind})" for kind in kinds]
+    assert "groups of results" not in build_report([{"results": cells}])
 
 
 def test_seeds_and_sizes_by_hand():
