@@ -1,5 +1,6 @@
 """What charts show: axes, labels, which lines, colours; and that published results have one."""
 
+import importlib
 import math
 import re
 from pathlib import Path
@@ -7,13 +8,14 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from coca_lab.intervals import mean_interval
 from coca_lab.report import LineChart, build_report
 from coca_lab.report.charts import COLOURS, method_of
 from coca_lab.report.drawing import GAP, NARROW, WIDE, specification, spread, static_svg
 from coca_lab.report.page import page_sections, tasks_and_runs
 from coca_lab.report.results import parsed
 from covering import mostly_slow
-from studies.trials import published
+from studies.trials import WORDS, published
 
 RESULTS = Path(__file__).parents[3] / "results"
 
@@ -128,3 +130,24 @@ def test_trials_of_a_study_are_read_with_words_for_their_letters():
     assert recall.title == "Associative recall, 4 pairs" and "roles" in recall.lead
     smol = sections_of(RESULTS / "smollm2")[0]
     assert {"dynamic NTK", "YaRN", "limited distances"} <= set(smol.chart.points["line"])
+
+
+def test_the_chart_of_smollm2_says_which_methods_are_level_and_where_lines_end(monkeypatch):
+    monkeypatch.syspath_prepend(RESULTS.parent / "scripts")
+    figures = importlib.import_module("figures")
+    folder = RESULTS / "smollm2"
+    ((title, chart),) = figures.report_charts(folder, *figures.PAGES[folder.name])
+    ends = chart.points.groupby("line")["x"].max()
+    far = ends.max()
+    assert all((f", at {end:,}" in line) == (end < far) for line, end in ends.items())
+    read = pd.read_json(folder / "perplexity.jsonl", lines=True)
+    nats = read[read["length"] == far].pivot_table(index="text", columns="method", values="nats")
+    nats = nats.rename(columns=WORDS)[ends.index[ends == far]]
+    behind = nats.sub(nats[nats.mean().idxmin()], axis=0)
+    level = {name for name in nats if mean_interval([*behind[name]])[0] <= 0}
+    assert {name for name in nats if name in title.partition(";")[0]} == level
+    assert ("are level" in title) == (len(level) > 1)
+    # The committed picture is the one that the script draws.
+    picture = re.sub(r"<style>.*?</style>|<[^>]+>", " ", (folder / "chart.svg").read_text("utf-8"))
+    words = " ".join(picture.split())
+    assert title in words and all(line in words for line in ends.index)
