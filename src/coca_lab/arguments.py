@@ -12,7 +12,7 @@ from argparse import SUPPRESS, ArgumentParser, HelpFormatter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -66,7 +66,7 @@ class SettingsParser(ArgumentParser):
             self.types[name] = kind
             for each in filter(is_dataclass, get_args(kind)):
                 text += " Fields: " + " ".join(f"{n}: {doc}" for n, doc in field_docs(each).items())
-            text = self._help(name, text, item.default)
+            text = self._help(name, text, _default(item))
             metavar = _metavar(kind)
             group.add_argument(
                 _option(name), dest=name, default=SUPPRESS, metavar=metavar, help=text
@@ -75,7 +75,7 @@ class SettingsParser(ArgumentParser):
     def _help(self, name: str, text: str, default: object) -> str:
         if self.shown:
             text = first_sentence(text) if name in self.shown else SUPPRESS
-        if text != SUPPRESS and default not in (MISSING, None, False, ""):
+        if text != SUPPRESS and default not in (None, False, ""):
             text = f"{text.rstrip('.')} (default: {default})"
         return text.replace("%", "%%")
 
@@ -294,6 +294,15 @@ def field_docs(theclass: type) -> dict[str, str]:
 def _option(name: str) -> str:
     """The option of a field, with hyphens."""
     return f"--{name.replace('_', '-')}"
+
+
+def _default(field: Field[Any]) -> object:
+    """What the help shows as the default of a field; of those made anew that of plain lists."""
+    if field.default is not MISSING:
+        return field.default
+    made = field.default_factory() if field.default_factory is not MISSING else None
+    plain = isinstance(made, list) and all(isinstance(each, int | float | str) for each in made)
+    return ",".join(map(str, made)) if plain else None
 
 
 def _alternatives(annotation: object) -> tuple[Any, ...]:

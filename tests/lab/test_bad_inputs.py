@@ -195,7 +195,7 @@ CASES = {
     # Models.
     "file": (perplexity(make=lambda p: p.file("x")), "there is no such folder"),
     "relative path": (generate(make=lambda p: "./x"), "Repo id must"),
-    "name": (generate(make=lambda p: "org/nowhere"), "couldn't connect"),
+    "name": (generate(make=lambda p: "org/nowhere"), "there is no such folder here"),
     "no name": (perplexity(make=lambda p: ""), "no config.json"),
     "weights": (damaged(model_safetensors=b""), "damaged"),
     "no configuration": (damaged(config_json=b""), "no model could be loaded"),

@@ -251,7 +251,7 @@ def test_convert_from_folder_to_folder(family, auto, tmp_path, capsys, tokenizer
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nowhere", "target"], "no model could be loaded"),
+        (["nowhere", "target"], "there is no such folder here"),
         (
             ["source", "target", "--from-original", "--form", "strict"],
             "omit --form, --free-pairs, --roles, --max-distance and",

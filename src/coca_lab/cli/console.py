@@ -121,7 +121,7 @@ class ProgressBar:
         )
         self.bar.add_task("")
         (self.task,) = self.bar.tasks
-        self.said = -MINUTE
+        self.said, self.label = -MINUTE, ""
         return self.advance
 
     def advance(self, label: str, done: int, total: int) -> None:
@@ -133,8 +133,8 @@ class ProgressBar:
                 self.bar.stop()
             return
         now, left = time.monotonic(), self.task.time_remaining
-        if now - self.said >= (MINUTE if done < total else 1):
-            self.said = now
+        if now - self.said >= MINUTE or (done >= total and label != self.label):
+            self.said, self.label = now, label
             more = f", {timedelta(seconds=left)} left" if left else ""
             log.info("%s: %.0f %%%s", label, self.task.percentage, more)
 

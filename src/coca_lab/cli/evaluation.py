@@ -59,6 +59,10 @@ class EndpointSettings:
     requests: PositiveInt = 8
     """Requests at once."""
 
+    def __post_init__(self) -> None:
+        if self.model is not None and self.endpoint is None:
+            raise UserError("model is what a server calls it: set --endpoint, or instead --name")
+
 
 def task_commands() -> dict[str, Command]:
     """The commands behind ``coca eval``: every registered task."""
@@ -103,7 +107,8 @@ def task_command(task: Task, prefix: str) -> Command:
         with Store(output.with_suffix(".values.sqlite")) as store, ProgressBar() as progress:
             engine = Engine(store, progress)
             cells = write_cells(plan, {name: path}, task, settings, engine, output)
-            store.forget(engine.used)
+            if at.endpoint:  # which may serve another model next time
+                store.forget(engine.used)
         _print_results(cells, output)
 
     run.__doc__ = task.summary

@@ -158,7 +158,7 @@ def ask_for_ruler(
     prompts = []
     for index in indices:
         drawn = [seed, RULER_TASKS.index(task), length, index]
-        with error_prefix(f"{task}: "):
+        with error_prefix(f"{task} of {length:,} tokens: "):
             draft = _draft(task, length, drawn, encode, filler)
             check_reproduced(tokenizer, draft.expected)
             before, after = opening + draft.before, draft.after + closing + draft.prefix

@@ -57,6 +57,8 @@ def run_study(
             run.compute()
             if study.best_rates(trials, store) == best:  # no further learning rate is chosen now
                 break
+        if study.endpoint and not run.failed:  # it may serve other models next time
+            store.forget([*engine.used, *(trial.key for trial in trials)])
     found = read_json(output / RESULTS_FILE)
     if found["training"] or (found["results"] and REPORTS.keys() & study.tasks):
         write_report([output / RESULTS_FILE], output / REPORT_FILE)

@@ -20,6 +20,7 @@ from coca_lab.arguments import (
     read_settings,
     settings_parser,
 )
+from coca_lab.data.documents import SourceSettings
 from coca_lab.evaluation import TASKS
 from coca_lab.evaluation.plan import Plan
 from coca_lab.evaluation.task import Cell
@@ -71,8 +72,8 @@ class Study(Plan):
     """Which cells decide: those with these fields, such as {task: perplexity, window: 256}, by
     their perplexity, or else by the share of right answers."""
     text: str = ""
-    """Text to train and evaluate on, as data.source of a recipe; by default what the recipe and the
-    tasks say."""
+    """Text to train and evaluate on, in place of the recipe's and of stdlib; a data.source of models
+    or options, and a source of a task, come first."""
     num_cpus: int = 1
     """Threads of a trial, and with --ray cores of a process."""
     num_gpus: float | None = None
@@ -94,9 +95,10 @@ class Study(Plan):
 
     @property
     def tasks_on_text(self) -> dict[str, Any]:
-        """The settings of the tasks, which read the text of the study if it has one."""
+        """The settings of the tasks; those without a source of their own read the study's text."""
+        default, source = SourceSettings().source, self.text or SourceSettings().source
         return {
-            name: replace(task, source=self.text) if self.text and hasattr(task, "source") else task
+            name: replace(task, source=source) if getattr(task, "source", "") == default else task
             for name, task in self.tasks.items()
         }
 

@@ -21,7 +21,12 @@ from coca_lab.folders import convert_folder
 from coca_lab.processes import tell
 from coca_lab.recipe import check_same_recipe
 from coca_lab.training import Recipe, is_finished, read_summary, train
-from coca_lab.training.folder import RECIPE_FILE, check_finished, has_begun
+from coca_lab.training.folder import (
+    RECIPE_FILE,
+    check_finished,
+    check_same_inputs,
+    has_begun,
+)
 from coca_lab.training.texts import inputs_of
 from coca_lab.training.trainer import TrainingDiverged
 
@@ -173,9 +178,11 @@ class Trial:
         return elsewhere
 
     def check_folder(self) -> None:
-        """Raise UserError if its folder has a run of another recipe."""
+        """Raise UserError if its folder has a run of another recipe, or on another text."""
         if self.recipe is not None and has_begun(self.model):
             check_same_recipe(self.recipe, self.model / RECIPE_FILE, self.may_change)
+            if self.after is None:  # else its start may be yet to be made
+                check_same_inputs(inputs_of(self.recipe), self.model)
 
     def __call__(self, _: list[None]) -> list[str]:
         """Make its model; how the training diverged, or else nothing."""

@@ -129,8 +129,9 @@ def check_same_inputs(inputs: Mapping[str, str], output: Path) -> bool:
     changed = [f"the {name}" for name in inputs if inputs[name] != before.get(name)]
     if changed:
         raise UserError(
-            f"{output}: {' and '.join(changed)} has changed since this run was started: restore "
-            "it, remove the folder to train again, or choose another --output"
+            f"{output}: {' and '.join(changed)} {'has' if len(changed) == 1 else 'have'} changed "
+            "since this run was started: restore it, remove the folder to train again, or choose "
+            "another --output"
         )
     return True
 

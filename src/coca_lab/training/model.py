@@ -3,6 +3,7 @@
 A trained model is converted if the recipe asks for a different attention.
 """
 
+import logging
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ from coca_attention.ops import FORMS
 from coca_lab.loading import check_vocabulary, load_model
 from coca_lab.recipe import Recipe
 from coca_lab.recipe_sections import OWN, ModelRecipe, StageRecipe
+
+log = logging.getLogger(__name__)
 
 # Modules of an attention layer to train, by a stage's setting `train`.
 TRAINED = {
@@ -96,6 +99,7 @@ def _load_start(recipe: ModelRecipe, start: str) -> PreTrainedModel:
                 f"{start} has attention {present}, which cannot be converted to {wanted}: set "
                 f"model.attention to {present}, or start from a rotary model"
             )
+        log.warning("%s: its rotary attention becomes %s, as model.attention says", start, wanted)
         convert(model, wanted, max_distance=limit)
     return model
 

@@ -82,7 +82,7 @@ def test_help_comes_from_the_fields(capsys, words, options):
         (["study", "quickstart", "--seedz", "3"], "--seedz; did you mean --seeds?"),
         (["eval", "perplexity"], "arguments are required: model"),
         (["eval", "perplexity", "x", "--windows", "8", "--stride", "9"], "at most the window"),
-        (["eval", "perplexity", "nowhere"], "nowhere: no model could be loaded"),
+        (["eval", "perplexity", "nowhere"], "nowhere: there is no such folder here"),
         (["report"], "arguments are required: results"),
         (["report", "nowhere.json"], "nowhere.json: cannot be read"),
     ],

@@ -152,11 +152,30 @@ def test_a_command_resumes_with_what_the_server_has_not_answered(capsys, tokeniz
     assert cells[0]["model"] == "m" and "300" in out
 
 
+@pytest.mark.parametrize("command", ["eval", "study"])
+def test_a_server_is_asked_again_once_a_command_has_ended(capsys, tokenizer, tmp_path, command):
+    tokenizer.save_pretrained(tmp_path / "m")
+    passkey = {"lengths": [300], "samples": 2}
+    content = {"models": {"m": str(tmp_path / "m")}, "passkey": passkey}
+    (tmp_path / "study.yaml").write_text(json.dumps(content))
+    words, file = ["study", tmp_path / "study.yaml", "--output", tmp_path / "out"], "out/results"
+    if command == "eval":
+        words = ["eval", "passkey", tmp_path / "m", "--lengths", "300", "--samples", "2"]
+        words, file = [*words, "--output", tmp_path / "r.json", "--model", "m"], "r"
+    with server(*[completion(" 1")] * 2, completion(" 2")) as (url, read):
+        for count, answer in ((2, " 1"), (4, " 2")):
+            assert run(capsys, *words, "--endpoint", url)[0] == 0 and len(read) == count
+            (cell,) = json.loads((tmp_path / f"{file}.json").read_text())["results"]
+            assert [sample["output"] for sample in cell["samples"]] == [answer] * 2
+
+
 def test_what_is_no_prompt_is_not_asked(capsys, tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     code, _, err = run(capsys, "eval", "perplexity", tmp_path, "--endpoint", "http://localhost/v1")
     assert code == 2 and "unrecognized arguments: --endpoint" in err
     words = ["eval", "passkey", tmp_path, "--endpoint", "http://localhost/v1"]
+    code, _, err = run(capsys, *words[:3], "--model", "m")
+    assert code == 2 and "model is what a server calls it: set --endpoint" in err
     code, _, err = run(capsys, *words, "--scaling", "ntk")
     assert code == 2 and "an endpoint answers prompts, without a scaling" in err
 

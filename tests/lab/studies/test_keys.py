@@ -119,6 +119,27 @@ def test_weights_and_text_edited_in_place_are_measured_again(model, text, tmp_pa
     assert kept == found[:2]
 
 
+def test_another_training_text_is_refused_before_anything_is_written(model, text, tmp_path):
+    models = {"some": ROPE, "ready": {"path": str(model)}}
+    run(tmp_path, models, text)
+    before = (tmp_path / "out" / "results.json").read_bytes()
+    other_text(text)
+    with pytest.raises(
+        UserError, match="the training text and the tokenizer have changed .* remove"
+    ):
+        run(tmp_path, models, text)
+    assert (tmp_path / "out" / "results.json").read_bytes() == before
+
+
+def test_a_task_with_a_source_of_its_own_does_not_read_the_text_of_the_study(model, text, tmp_path):
+    own = shutil.copytree(text, tmp_path / "own")
+    other_text(own)
+    models = {"ready": {"path": str(model)}}
+    alone = run(tmp_path, models, own)
+    assert run(tmp_path, models, text) != alone
+    assert run(tmp_path, models, text, perplexity={**PERPLEXITY, "source": str(own)}) == alone
+
+
 def test_other_options_of_a_conversion_and_another_start_convert_again(base, text, tmp_path):
     path = shutil.copytree(base, tmp_path / "base")
     found = []

@@ -223,8 +223,8 @@ def test_a_start_is_read_farther_without_stages(base, staged, text_folder, tmp_p
     [
         ({}, ["--data.block_length", "32"], "was made for 16 tokens and block_length is 32"),
         ({"attention": "alibi"}, [], "has attention rope, which cannot be converted to alibi"),
-        ({"start": "nowhere"}, [], "nowhere: no model could be loaded"),
-        ({"teacher": "nowhere"}, [], "no model could be loaded"),
+        ({"start": "nowhere"}, [], "nowhere: there is no such folder"),
+        ({"teacher": "nowhere"}, [], "there is no such folder here"),
         ({"start": "STAGED"}, [], "already has attention slack"),  # and teaches itself nothing
     ],
 )
