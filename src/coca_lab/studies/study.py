@@ -72,8 +72,8 @@ class Study(Plan):
     """Which cells decide: those with these fields, such as {task: perplexity, window: 256}, by
     their perplexity, or else by the share of right answers."""
     text: str = ""
-    """Text to train and evaluate on, in place of the recipe's and of stdlib; a data.source of models
-    or options, and a source of a task, come first."""
+    """Text to train and evaluate on, in place of the recipe's and of stdlib; a data.source of
+    models or options, and a source of a task, come first."""
     num_cpus: int = 1
     """Threads of a trial, and with --ray cores of a process."""
     num_gpus: float | None = None

@@ -125,7 +125,7 @@ def test_another_training_text_is_refused_before_anything_is_written(model, text
     before = (tmp_path / "out" / "results.json").read_bytes()
     other_text(text)
     with pytest.raises(
-        UserError, match="the training text and the tokenizer have changed .* remove"
+        UserError, match=r"the training text and the tokenizer have changed .* remove"
     ):
         run(tmp_path, models, text)
     assert (tmp_path / "out" / "results.json").read_bytes() == before
