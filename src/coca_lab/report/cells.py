@@ -257,9 +257,13 @@ class StudyRecord(Record):
 
 
 class ResultFile(Record):
-    """A result file as a whole; its cells are looked at by their tasks."""
+    """A result file as a whole; its cells are looked at by their tasks.
+
+    ``failures`` says of a study's models that have no results why.
+    """
 
     file: str = ""
+    failures: dict[str, str] = {}
     results: list[Content] = []
     training: list[TrainingRun] = []
     environment: Environment | None = None

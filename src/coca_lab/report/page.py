@@ -99,6 +99,7 @@ def build_report(
     return template.from_string(source).render(
         title=title or _title(found, tasks, runs),
         palettes={"light": light, "dark": dark},
+        failures=[each for file in found for each in file.failures.items()],
         words=glossary(tasks),
         groups=[f"{capital(c)}: {_members(group)}" for _, group, c in groups_of(tasks) if c],
         first=shown[:fold],

@@ -29,7 +29,9 @@ from coca_lab.report.page import OPEN
 from coca_lab.report.results import parsed, read_results
 from coca_lab.report.tasks import by_task
 from coca_lab.report.training import AVERAGED, DRAWN
+from coca_lab.studies import load_study, run_study
 from covering import mostly_slow
+from runs import OPTIONS
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +127,24 @@ def test_a_point_claimed_twice_and_a_folder_for_the_page_are_refused(tmp_path, u
         build_report([{"results": [keys, {**keys, "accuracy": 0.1}]}])
     with pytest.raises(ValueError, match="is a folder; choose a file to write"):
         write_report([written(tmp_path, "r.json", CELLS)], tmp_path)
+
+
+def test_a_study_says_which_of_its_models_failed_and_why(
+    tmp_path, model_folder, text_folder, undrawn
+):
+    options = {**OPTIONS, "data.source": str(text_folder), "data.block_length": 99_999}
+    asked = {"models": {"good": str(model_folder), "broken": {"model.attention": "rope"}}}
+    asked |= {"options": options, "passkey": {"lengths": [300], "samples": 1}}
+    (tmp_path / "study.yaml").write_text(json.dumps(asked))
+    with pytest.raises(UserError, match="1 of 2 trials failed, first broken") as failed:
+        run_study(load_study(tmp_path / "study.yaml"), tmp_path / "out", workers=0)
+    said = Page((tmp_path / "out" / "report.html").read_text()).text
+    assert "1 model failed and is in no figure of this page" in said
+    (why,) = json.loads((tmp_path / "out" / "results.json").read_text())["failures"].values()
+    assert why in str(failed.value) and f"broken: {why}" in said
+    merged = build_report([CONTENT, {"failures": {HOSTILE: "x", "b": "y"}}])
+    assert "2 models failed and are in" in merged and HOSTILE not in merged
+    assert "failed" not in build_report([CONTENT])
 
 
 def written(folder, name, cells, **more):
