@@ -17,10 +17,12 @@ import torch
 import yaml
 from transformers import pipeline
 
+from coca_attention.errors import UserError
 from coca_lab.arguments import SettingsParser
 from coca_lab.cli import COMMANDS, main
 from coca_lab.cli.evaluation import task_commands
 from coca_lab.recipe import StageRecipe, WeightedSource, recipe_parser
+from coca_lab.studies import load_study
 from conftest import some_text
 from families import vanilla
 
@@ -177,6 +179,38 @@ def test_the_tutorials_run_one_after_the_other(tmp_path, monkeypatch, capsys):
                 assert main([*words, *small]) == 0, (words, capsys.readouterr().err)
                 done.add(words[0] if words[0] != "eval" else words[1])
     assert {"train", "convert", "study", "passkey", "analyze", "report"} <= done
+
+
+def test_the_studies_of_their_page_are_complete(tmp_path):
+    """And sizes are set for the base alone, as it says of the last one."""
+    *_, last = written = blocks(ROOT / "docs" / "studies.md", "yaml")
+    for block in written:
+        (tmp_path / "my.yaml").write_text(block, encoding="utf-8")
+        study = load_study(tmp_path / "my.yaml")
+        assert len(study.trials(tmp_path)) >= len(study.models) > 2 and study.tasks
+    content = yaml.safe_load(last)
+    content["options"]["model.hidden_size"] = 64
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+    with pytest.raises(UserError, match="start determines the model's sizes"):
+        load_study(tmp_path / "my.yaml").trials(tmp_path)
+
+
+@pytest.mark.slow
+def test_what_starts_from_the_base_of_a_page_is_trained_and_converted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    content = yaml.safe_load(blocks(ROOT / "docs" / "studies.md", "yaml")[-1])
+    for model in content["models"].values():
+        model |= {} if "path" in model else {"training.steps": 2}
+    content["models"]["base"] |= {"model.hidden_size": 16, "model.num_heads": 2}
+    stages = [{"name": "a", "train": "qt", "objective": "attention", "steps": 1}]
+    content["models"]["strict"] |= {"stages": stages}
+    content["options"] |= {"data.max_tokens": 20000, "training.report_to": []}
+    content["perplexity"] |= {"max_documents": 2}
+    content["passkey"] = {"lengths": [256], "samples": 2}
+    Path("my.yaml").write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    assert main(["study", "my.yaml"]) == 0
+    results = json.loads(Path("runs/my/results.json").read_text())["results"]
+    assert {cell["model"] for cell in results} == {*content["models"]}
 
 
 @pytest.mark.slow
