@@ -1,8 +1,11 @@
 """The published pages have the tables that their commands write from the committed results."""
 
+import json
+import math
 import re
 import runpy
 import shutil
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -30,6 +33,32 @@ def test_a_page_has_the_tables_of_its_results(module, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", [module])
     runpy.run_module(f"studies.{module}", run_name="__main__")
     assert page.read_text(encoding="utf-8") == published != emptied
+
+
+def test_the_readmes_table_of_methods_is_of_the_published_check():
+    """And its code makes what is bold in it."""
+    nats, found = defaultdict(list), Counter()
+    for line in (ROOT / "results/extend/values.ndjson").read_text("utf-8").splitlines():
+        entry = json.loads(line)
+        method, lengths = entry["key"][3]["method"], entry["key"][5]
+        for length, score in zip(lengths, entry["value"]["scores"], strict=True):
+            place = method if score["found"] else "last tokens", length
+            nats[place].append(score["nats"] / score["tokens"])
+            found[place] += sum(score["found"])
+    shown = {place: f"{math.exp(sum(of) / len(of)):.2f}" for place, of in nats.items()}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    names = {
+        "as it is": "base", "YaRN": "yarn", "dynamic NTK": "dynamic", "limited distances": "limited"
+    }  # fmt: skip
+    for name, method in names.items():
+        (row,) = re.findall(rf"^\| \**{name}\b.*", readme, re.M)
+        far, near = (method, 12288), (method, 8192)
+        near = near if near in nats else ("base", 8192)  # which they compute there
+        cells = [cell.split()[0] for cell in row.strip("| ").split(" | ")[1:5]]
+        assert cells == [shown[near], shown[far], str(found[near]), str(found[far])]
+    assert f"alone have {shown['last tokens', 12288]}" in readme
+    (bold,) = re.findall(r"^\| \*\*(.+?)\*\*.* \| [\d.]+ \|", readme, re.M)
+    assert f'"{names[bold]}", to=12288)' in readme
 
 
 def test_tables_go_between_marks_or_nowhere(tmp_path):
