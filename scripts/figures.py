@@ -28,7 +28,7 @@ from studies.trials import published
 ROOT = Path(__file__).parents[1]
 README_RESULTS = "results/retrieval"
 NAMES = {
-    ("cohere 8 x 4000", "fold"): "layers with roles",
+    ("cohere 8 x 4000", "fold"): "roles",
     ("cohere rope 8 x 4000", "none"): "RoPE",
 }
 """The models in README's picture with their scaling, the recommended one first, and their names."""
@@ -60,8 +60,10 @@ INKS = {  # of the page, the text, softer text, axes and rules
     "dark": ("#1e2129", "#d7dde5", "#a9b1bb", "#888888", "#3a3f47"),
 }
 TITLES = {
-    "perplexity": "At {far:,} tokens, {best} have a perplexity of {mine:.0f}, {worst} {other:.0f}",
-    "passkey": "At {far:,} tokens, {best} find {mine:.0%} of the passkeys, {worst} {other:.0%}",
+    "perplexity": "At {far:,} tokens, layers with {best} have a perplexity of {mine:.0f}, "
+    "{worst} {other:.0f}",
+    "passkey": "At {far:,} tokens, layers with {best} find {mine:.0%} of the passkeys, "
+    "{worst} {other:.0%}",
 }
 Titled = tuple[str, LineChart]
 """A finding, and the chart that shows it."""
@@ -87,7 +89,7 @@ def readme_charts() -> list[Titled]:
             means,
             "tokens read",
             "passkeys found" if figure.top else "perplexity (lower is better)",
-            ticks=sorted({lengths[0], *lengths[::-2]}),  # what has room on phones
+            ticks=lengths,
             log_y=not figure.top,
             top=figure.top,
             mark=(trained, "training context"),

@@ -77,7 +77,8 @@ def _wilson_end(share: float, trials: int) -> float:
     """The lower end of Wilson's interval."""
     z = NORMAL**2 / trials
     half = NORMAL * math.sqrt((share * (1 - share) + z / 4) / trials)
-    return max(share + z / 2 - half, 0.0) / (1 + z)
+    # (share + z / 2 - half) / (1 + z), without the difference, which for 0 misses 0 by round-off.
+    return share**2 / (share + z / 2 + half)
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,8 @@ def test_wilson_intervals():
     assert (low, high) == pytest.approx((0.4038, 0.5962), abs=1e-4)
     assert wilson_interval(0, 10) == (0.0, pytest.approx(0.2775, abs=1e-4))
     assert wilson_interval(10, 10) == (pytest.approx(0.7225, abs=1e-4), 1.0)
+    for trials in range(1, 300):  # no 4.9e-17 in place of 0
+        assert wilson_interval(0, trials)[0] == 0 and wilson_interval(trials, trials)[1] == 1
 
 
 def test_the_interval_of_a_mean():

@@ -107,12 +107,16 @@ class LineChart:
         hidden = len(self.drawn()) < len(self._complete())
         return replace(self, every=True) if hidden else None
 
+    def said(self, y: float) -> str:
+        """A figure as the vertical axis has it: in percent, or as a number."""
+        return f"{y:.0%}" if self.top == 1 else f"{y:,.4g}"
+
     def words(self) -> str:
         """What the chart shows, for screen readers: its axes, and the ends of every line."""
         parts, points = [], self.drawn()
         for name, line in points[points["mark"] != "points"].groupby("line", sort=False):
             ends = dict.fromkeys(line[["x", "y"]].iloc[[0, -1]].itertuples(index=False, name=None))
-            parts.append(f"{name}: " + " to ".join(f"{y:,.3g} at {x:,.10g}" for x, y in ends))
+            parts.append(f"{name}: " + " to ".join(f"{self.said(y)} at {x:,.10g}" for x, y in ends))
         return f"Lines of {self.y} against {self.x}. {'; '.join(parts)}."
 
 

@@ -18,6 +18,8 @@ LEAST = 0.15
 """A vertical axis spans at least so much to either side of its middle: noise is no trend."""
 WIDE, NARROW = 700, 350
 """Pixels, with the labels."""
+LOGARITHMIC = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7))
+"""Digits of the ticks of a logarithmic axis: the first that give three."""
 GAP = 15
 """Pixels between two labels."""
 STYLE = {
@@ -62,7 +64,7 @@ def specification(
     kind = "log" if chart.log_y else "linear"
     ends = [float(f"{end:.6g}") for end in domain]
     colour = alt.Color("line:N", scale=by_line(0), legend=None)
-    base = alt.Chart(alt.InlineData(values=_records(points))).encode(
+    base = alt.Chart(alt.InlineData(values=_records(chart, points))).encode(
         x=_horizontal(chart, width),
         y=alt.Y("y:Q", title=chart.y, axis=_axis(*domain, chart)).scale(
             type=kind, domain=ends, nice=False, zero=False
@@ -79,7 +81,7 @@ def specification(
         )
         layers = [areas.mark_area(opacity=0.15), *layers, rules.mark_rule()]
     dots = base.transform_filter("datum.mark != 'line'").encode(description="told:N")
-    layers += [dots.mark_circle(size=45, opacity=1), *_marks(chart, points["x"].max())]
+    layers += [dots.mark_circle(size=45, opacity=1), *_marks(chart, points["x"])]
     # The names of the lines beside their ends; places are in pixels, without a scale.
     places = _ends(chart, points, domain, height).items()
     named = alt.InlineData(values=[{"line": name, "place": place} for name, place in places])
@@ -128,13 +130,13 @@ def _look(name: str, dash: str, palette: Palette) -> tuple[str, list[int]]:
     return f"var(--c{place})", [int(n) for n in (dash or DASHES[before % len(DASHES)]).split()]
 
 
-def _records(points: Frame) -> list[dict[str, Any]]:
+def _records(chart: LineChart, points: Frame) -> list[dict[str, Any]]:
     """The points as JSON values, with what they say on hovering."""
     rows = points[["line", "x", "y", "low", "high", "mark"]].to_dict("records")
     for row in rows:
-        row["told"] = f"{row['line']}: {row['y']:,.4g} at {row['x']:,.10g}"
+        row["told"] = f"{row['line']}: {chart.said(row['y'])} at {row['x']:,.10g}"
         if math.isfinite(row["low"]) and math.isfinite(row["high"]):
-            row["told"] += f" ({row['low']:,.4g} to {row['high']:,.4g})"
+            row["told"] += f" ({chart.said(row['low'])} to {chart.said(row['high'])})"
         else:
             del row["low"], row["high"]
     return rows
@@ -180,26 +182,27 @@ def _axis(low: float, high: float, chart: LineChart) -> alt.Axis:
     if not chart.log_y:
         return alt.Axis(format=",.6~g", tickCount=5)
     decades = 10.0 ** np.arange(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), np.arange(1, 10, 0.5)):
-        ticks = np.outer(decades, steps).ravel()
-        ticks = ticks[(low <= ticks) & (ticks <= high)].tolist()
-        if len(ticks) >= 3:
-            return alt.Axis(values=ticks, format=",.4~g", labelOverlap=True)
-    return alt.Axis(values=np.geomspace(low, high, 5).tolist(), format=",.3~g")
+    rounds = [np.outer(decades, steps).ravel() for steps in LOGARITHMIC]
+    # Where these are too few, multiples of 5, 2 or 1: of them there are at least three.
+    unit = 10.0 ** math.floor(math.log10((high - low) / 3))
+    rounds += [unit * step * np.arange(1, high / unit + 1) for step in (5, 2, 1)]
+    inside = (ticks[(low <= ticks) & (ticks <= high)].tolist() for ticks in rounds)
+    ticks = next(ticks for ticks in inside if len(ticks) >= 3)
+    return alt.Axis(values=ticks, format=",.4~g", labelOverlap=True)
 
 
-def _marks(chart: LineChart, farthest: float) -> list[Any]:
-    """The marked level, and the place unless it lies beyond the farthest point."""
+def _marks(chart: LineChart, x: Frame) -> list[Any]:
+    """The marked level, and the place if it lies among the points, whose ticks say where."""
     layers: list[Any] = []
     if chart.level is not None:
         data = alt.Chart(alt.InlineData(values=[{"y": chart.level}]))
         layers.append(data.mark_rule(color="var(--soft)", strokeDash=[2, 3]).encode(y="y:Q"))
-    if chart.mark is not None and chart.mark[0] <= farthest:
+    if chart.mark is not None and x.min() <= chart.mark[0] <= x.max():
         place, name = chart.mark
         data = alt.Chart(alt.InlineData(values=[{"x": place, "name": name}])).encode(x="x:Q")
         layers.append(data.mark_rule(color="var(--axis)", strokeDash=[2, 3]))
         words = data.mark_text(color="var(--soft)", align="left", baseline="bottom", dx=2)
-        layers.append(words.encode(y=alt.value(-4), text="name:N"))
+        layers.append(words.encode(y=alt.value(-4), text="name:N", size=alt.value(12)))
     return layers
 
 

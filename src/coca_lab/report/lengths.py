@@ -16,7 +16,7 @@ from coca_attention.errors import UserError
 from coca_lab.intervals import FEW_DOCUMENTS, wilson_interval
 from coca_lab.report.cells import Figure, Perplexity, Prompts
 from coca_lab.report.charts import Frame, LineChart
-from coca_lab.report.section import Entry, Section, Table, enumeration, number, span
+from coca_lab.report.section import Entry, Section, Table, enumeration, number, span, times
 
 SCALING_NAMES = {"linear": "PI", "ntk": "NTK", "dynamic": "dynamic NTK", "yarn": "YaRN"}
 STYLES = {"none": "", "ntk": "6 3", "dynamic": "6 3", "linear": "9 3 2 3", "yarn": "9 3 2 3"}
@@ -33,7 +33,7 @@ class Charted:
     Attributes:
         title: Heading of its section.
         name: Of the figure, as in a sentence.
-        form: A figure as text.
+        form: A figure as text; shares are in percent, as on their axes.
         top: The largest figure, which is the best one; without, the lowest is best.
         x: What the length is.
         level: A figure to compare with.
@@ -41,7 +41,7 @@ class Charted:
 
     title: str
     name: str
-    form: Callable[[float], str] = "{:.2f}".format
+    form: Callable[[float], str] = "{:.0%}".format
     top: float | None = None
     x: str = "prompt length in tokens"
     level: float | None = None
@@ -203,7 +203,7 @@ def length_table(frame: Frame, what: str, entries: Sequence[str | Entry]) -> Tab
     table: Frame = frame.assign(entry=entries).pivot(index="line", columns="x", values="entry")
     rows = table.reindex(lines, columns=lengths).fillna("–").itertuples()
     trained = trained_length(frame)
-    names = [Entry(f"{n:,}", f"{n / trained:g} ×" if trained else "") for n in lengths]
+    names = [Entry(f"{n:,}", f"{times(n / trained)} ×" if trained else "") for n in lengths]
     return [what, *names], [[*row] for row in rows]
 
 
@@ -228,7 +228,7 @@ def at_tokens(frame: Frame, size: int) -> str:
     trained = trained_length(frame)
     if not trained:
         return f"At {size:,} tokens"
-    factor = "" if size == trained else f"{size / trained:g} × "
+    factor = "" if size == trained else f"{times(size / trained)} × "
     return f"At {size:,} tokens ({factor}the training context)"
 
 

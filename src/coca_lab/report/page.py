@@ -82,7 +82,8 @@ def build_report(
     Raises:
         UserError: If there is nothing to show, or a result lacks a required field.
     """
-    found = parsed([*contents, *(paper_figures() if paper else ())])
+    own = parsed(contents)
+    found = [*own, *parsed(paper_figures() if paper else ())]
     tasks, runs = tasks_and_runs(found)
     sections = page_sections(tasks, runs)
     if not sections:
@@ -97,7 +98,7 @@ def build_report(
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     source = files("coca_lab.report").joinpath("page.html.j2").read_text(encoding="utf-8")
     return template.from_string(source).render(
-        title=title or _title(found, tasks, runs),
+        title=title or _title(own, tasks, runs),
         palettes={"light": light, "dark": dark},
         failures=[each for file in found for each in file.failures.items()],
         words=glossary(tasks),
@@ -182,8 +183,8 @@ def _cells(tasks: Tasks) -> Cells:
 
 
 def _title(contents: Sequence[ResultFile], tasks: Tasks, runs: Sequence[TrainingRun]) -> str:
-    """The one study's among these results; else what was measured, and of which models."""
-    studies = {content.study.title for content in contents if content.study}
+    """The study's, if all is from one; else what was measured, and of which models."""
+    studies = {content.study.title if content.study else "" for content in contents}
     if len(studies) == 1 and any(studies):
         return studies.pop()
     titles = [REPORTS[name].title for name in tasks]

@@ -90,6 +90,13 @@ def span(values: Iterable[float], form: Callable[[Any], str] = "{:,}".format) ->
     return " to ".join(dict.fromkeys(map(form, ends)))
 
 
+def times(ratio: float) -> str:
+    """A multiple as one says it: 7.8 for 7.8125, but 0.125 and 1,024 as they are."""
+    if ratio == float(f"{ratio:.3g}"):
+        return f"{ratio:,.10g}"
+    return f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
+
+
 def number(value: float) -> str:
     """A perplexity with about four digits."""
     if not math.isfinite(value):

@@ -134,7 +134,7 @@ def _retrieval(runs: Sequence[TrainingRun]) -> list[Section]:
                 label = f"{run.model}: {of.what} at {of.length:,}"
                 start = run.start.retrieval.get(name) if run.start else None
                 shown = (start, known[0], known[-1])
-                rows.append([label, *("–" if share is None else f"{share:.2f}" for share in shown)])
+                rows.append([label, *("–" if share is None else f"{share:.0%}" for share in shown)])
                 points = _entries([run], "validation").assign(line=label, share=shares)
                 drawn.append(_trained(points, "share"))
     if not drawn:
@@ -142,20 +142,20 @@ def _retrieval(runs: Sequence[TrainingRun]) -> list[Section]:
     points: Frame = pd.concat(drawn)
     lead, chart = "No passkey or needle was found in training.", None
     if points["y"].any():
-        lead = _best("Largest share found at the end", points, "max")
+        lead = _best("Largest share found at the end", points, "max", "{:.0%}")
         chart = LineChart(points, TRAINED_ON, "share found", top=1.0)
     text = "Share of passkeys and needles found in prompts of so many tokens."
     header = ["run", "its start", "first", "last"]
     return [Section("Retrieval in training", lead, text, chart, header, rows)]
 
 
-def _best(what: str, points: Frame, choose: str) -> str:
+def _best(what: str, points: Frame, choose: str, form: str = "{:,.4g}") -> str:
     """The lowest or largest of the runs' last values, and whose it is."""
     values = points.groupby("line", sort=False)["y"].last()
     best = values.agg(choose)
     names = values.index[values == best].tolist()
     whose = "all runs" if 1 < len(names) == len(values) else enumeration(names)
-    return f"{what}: {best:,.4g}, of {whose}."
+    return f"{what}: {form.format(best)}, of {whose}."
 
 
 def _per_step(run: TrainingRun) -> float:

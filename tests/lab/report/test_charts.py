@@ -5,6 +5,7 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -41,6 +42,30 @@ def test_an_axis_is_wide_enough_that_noise_is_no_trend(log_y):
         assert low < 81.3 / 1.149 and high > 81.3 * 1.149
     low, high = domain(points("a", [10.0, 100.0]), log_y=log_y)
     assert low < 10 < 100 < high < 110
+
+
+def test_a_logarithmic_axis_has_few_ticks_and_round_ones():
+    """Of 15.5 to 24.2 it had 17.2, 19.3 and 21.6, and of 31 to 97 thirteen."""
+    for low in np.geomspace(0.1, 1000, 40):
+        for factor in (1.0, 1.3, 1.6, 2.0, 3.0, 10.0, 1000.0):
+            made = specification(chart(points("a", [low, factor * low]), log_y=True), {})
+            scale, axis = (made["layer"][0]["encoding"]["y"][of] for of in ("scale", "axis"))
+            inside = [y for y in axis["values"] if scale["domain"][0] <= y <= scale["domain"][1]]
+            assert inside == axis["values"] and 3 <= len(inside) <= 8
+            assert inside == pytest.approx([float(f"{tick:.3g}") for tick in inside], rel=1e-9)
+
+
+def test_a_place_is_marked_among_the_points_alone():
+    """Before the first one, there is no tick that says where it is."""
+    for place, marked in ((0.5, False), (1, True), (1.5, True), (2, True), (4, False)):
+        made = specification(chart(points("a", [1, 2]), mark=(place, "training context")), {})
+        assert ("training context" in str(made)) == marked
+
+
+def test_shares_are_told_in_percent_as_on_their_axis():
+    found = chart(points("a", [0.7, 0.0], low=0.4, high=0.9), top=1)
+    assert "a: 70% at 1 to 0% at 2" in found.words()
+    assert "a: 70% at 1 (40% to 90%)" in str(specification(found, {}))
 
 
 def test_names_stand_beside_the_ends_of_their_lines_and_apart():

@@ -70,7 +70,9 @@ def test_a_chart_is_there_for_wide_and_narrow_pages_in_the_colours_of_the_page(h
 
 
 def test_a_page_says_what_its_names_mean(undrawn):
-    text = Page(build_report([CONTENT])).text
+    html = build_report([CONTENT])
+    text = Page(html).text
+    assert html.index("What the names mean") < html.index("<section>")  # of none of the figures
     assert "RoFormer: rotary positions (RoPE)" in text and "Last n tokens only:" in text
     assert "Roles:" not in text and "NTK, YaRN, PI:" in text
 
@@ -93,13 +95,14 @@ def test_headings_name_what_was_measured_the_models_and_the_finding(undrawn):
     assert "<h1>Perplexity against context length: m0, m1 and 7 more</h1>" in many
     assert "<h1>Benchmarks</h1>" in build_report([{"results": [bench(1.0)]}])
     study = [{"results": CELLS, "study": {"title": "Four sizes"}}, {"results": [bench(1.0)]}]
-    assert "<h1>Four sizes</h1>" in build_report(study)
+    assert "<h1>Four sizes</h1>" in build_report(study[:1], paper=True)
+    assert "<h1>Perplexity against context length · Benchmarks: RoFormer" in build_report(study)
     every = [passkey("a", 64, 2), ruler("a", "vt", 512, 0.0, 1.0), bench(1, 8), bench(2, 16)]
     page = build_report([{"results": every, "training": [TRAINING]}])
     headings = re.findall(r'<p class="kicker">.*</p>\s*<h2>(.*)</h2>', page)
     assert headings == [
-        "At 64 tokens (0.125 × the training context) a has a share of passkeys found of 0.20.",
-        "At 512 tokens (the training context) a has a RULER score of 0.50.",
+        "At 64 tokens (0.125 × the training context) a has a share of passkeys found of 20%.",
+        "At 512 tokens (the training context) a has a RULER score of 50%.",
         "X, 16 tokens: b 2 MB; a 2 MB.",
         "Lowest training loss at the end: 4, of RoFormer.",
     ]

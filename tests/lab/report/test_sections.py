@@ -8,6 +8,7 @@ from result_cells import CELLS, lines, passkey, perplexity, ruler, shown, study,
 from coca_lab.evaluation.retrieval import RULER_TASK, RulerSettings
 from coca_lab.evaluation.task import Model, evaluate
 from coca_lab.report import build_report, printed_tables
+from coca_lab.report.section import times
 from conftest import tiny_model
 
 BY_LENGTH = "Perplexity against the length read at once"
@@ -83,6 +84,17 @@ def text(row) -> list[str]:
 
 
 @pytest.mark.parametrize(
+    ("ratio", "said"),
+    [
+        (7.8125, "7.8"), (0.78125, "0.78"), (0.125, "0.125"), (1, "1"), (2.5, "2.5"),
+        (62.5, "62.5"), (15.625, "16"), (156.25, "156"), (1000, "1,000"), (1024, "1,024"),
+    ],
+)  # fmt: skip
+def test_multiples_are_rounded_as_one_says_them(ratio, said):
+    assert times(ratio) == said
+
+
+@pytest.mark.parametrize(
     ("cells", "lead"),
     [
         (CELLS, "At 128 tokens (2 × the training context) CoCA-Slack has the lowest perplexity, "
@@ -94,15 +106,17 @@ def text(row) -> list[str]:
         ([perplexity("a", 64, 40.001), perplexity("b", 64, 40.0)],
          "At 64 tokens (the training context) all have a perplexity of 40.00."),
         (PROMPTS, "At 4,096 tokens (8 × the training context) CoCA-Slack + NTK (4) has the highest "
-         "share of passkeys found, 0.70; the others 0.20 to 0.50."),
+         "share of passkeys found, 70%; the others 20% to 50%."),
         ([*PROMPTS, passkey("ALiBi", 4096, 8), passkey("ALiBi", 8192, 0)],
          "At 4,096 tokens (8 × the training context) ALiBi has the highest share of passkeys "
-         "found, 0.80; the others 0.20 to 0.70."),
+         "found, 80%; the others 20% to 70%."),
         ([passkey(model, 4096, hits) for model, hits in (("a", 4), ("b", 4), ("c", 0))],
          "At 4,096 tokens (8 × the training context) a and b have the highest share of passkeys "
-         "found, 0.40; the other 0.00."),
+         "found, 40%; the other 0%."),
         ([passkey("a", 512, 0)],
-         "At 512 tokens (the training context) a has a share of passkeys found of 0.00."),
+         "At 512 tokens (the training context) a has a share of passkeys found of 0%."),
+        ([passkey("a", 4000, 3)],
+         "At 4,000 tokens (7.8 × the training context) a has a share of passkeys found of 30%."),
         (SEEDS, "At 4,096 tokens (16 × the training context) CoCA-Strict has the lowest "
          "perplexity, 44.50; the other 81.00."),
     ],
@@ -123,7 +137,7 @@ def test_far_text_helps_where_its_perplexity_is_below_that_of_the_last_tokens():
 def test_a_table_has_figures_intervals_and_conditions_by_hand():
     keys = shown(*PROMPTS)["Passkeys found, by prompt length"]
     assert text(keys.header) == ["share of passkeys found at", "512 (1 ×)", "4,096 (8 ×)"]
-    assert text(keys.rows[2]) == ["CoCA-Slack + NTK (4)", "–", "0.70 (0.10 to 0.90)"]
+    assert text(keys.rows[2]) == ["CoCA-Slack + NTK (4)", "–", "70% (10% to 90%)"]
     assert keys.rows[2][2].bold and not keys.rows[1][2].bold
     assert "10 prompts each" in keys.note
     assert keys.chart.points[["low", "high"]].iloc[0].tolist() == [0.1, 0.9]
@@ -140,7 +154,7 @@ def test_passkeys_by_distance_by_hand():
     away = shown(*PROMPTS)["Passkeys found, by distance"]
     # 257 to 512 tokens before the end: five hits of 512 tokens, and the last miss of 4,096.
     first = dict(zip(map(str, away.header), text(away.rows[0]), strict=True))
-    assert first["512"].startswith("0.83 (") and not away.printed
+    assert first["512"].startswith("83% (") and not away.printed
 
 
 def test_positions_and_copies_are_lines_of_their_own():
@@ -160,11 +174,11 @@ def test_rulers_tasks_by_hand():
     made = shown(*RULER["two models"])
     rows = {row[0]: text(row[1:]) for row in made["RULER"].rows}
     # 1.0, 1.0, 0.8 and 0.4: the mean is 0.8, and Wilson's interval that of four prompts.
-    assert rows["a"] == ["0.80 (0.34 to 0.97)", "0.50 (0.15 to 0.85)", "0.45 (0.13 to 0.82)",
-                         "0.00 (0.00 to 0.49)", "1,024"]  # fmt: skip
+    assert rows["a"] == ["80% (34% to 97%)", "50% (15% to 85%)", "45% (13% to 82%)",
+                         "0% (0% to 49%)", "1,024"]  # fmt: skip
     assert rows["b"][0] == "–" and rows["b"][4] == "512"  # 0.3 of 0.5, whatever comes behind
     cwe = made["RULER, cwe"].rows[0]
-    assert text(cwe)[:2] == ["a", "0.60 (0.13 to 0.94)"]
+    assert text(cwe)[:2] == ["a", "60% (13% to 94%)"]
     assert shown(*RULER["to the end"])["RULER, vt"].rows[0][-1] == "≥ 512"
     assert shown(*RULER["one prompt, none found"])["RULER, vt"].rows[0][-1] == "–"
 
@@ -247,7 +261,7 @@ def test_all_tables_of_the_paper_are_shown_beside_others_if_asked_for(undrawn):
     for expected in (
         "Paper’s CoCA-Slack + dynamic NTK", "3,276.0", "Paper’s LLaMA-7B + CoCA", "9,673.1",
         # Strict is 18.25 below slack's 89.31 in Table 3, and 0.12 below 0.99.
-        "Paper’s CoCA-Strict + NTK (4)", "71.06", "0.87", "Paper’s LLaMA-7B + CoCA + PI",
+        "Paper’s CoCA-Strict + NTK (4)", "71.06", "87%", "Paper’s LLaMA-7B + CoCA + PI",
         "7 billion parameters, converted; 100 prompts each.",
     ):  # fmt: skip
         assert expected in page, expected

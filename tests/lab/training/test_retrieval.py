@@ -143,7 +143,7 @@ def test_the_report_draws_what_was_found(staged):
         s.title: s for s in training_sections([*map(TrainingRun.model_validate, (run, before))])
     }
     section = sections["Retrieval in training"]
-    assert section.rows == [["new: passkeys at 256", "1.00", "0.10", "0.98"]]
+    assert section.rows == [["new: passkeys at 256", "100%", "10%", "98%"]]
     assert section.chart.points["line"].unique().tolist() == ["new: passkeys at 256"]
     assert what_was_kept(run) == (
         "kept of base: perplexity +0.0 %, passkeys at 256 tokens 49 of 50 where it has 50"
