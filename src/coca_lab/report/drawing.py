@@ -176,19 +176,23 @@ def _horizontal(chart: LineChart, width: int) -> alt.X:
 
 
 def _axis(low: float, high: float, chart: LineChart) -> alt.Axis:
-    """An axis with few round labels; Vega has none on a logarithmic one of less than a decade."""
+    """An axis with few round labels."""
     if chart.top == 1:
         return alt.Axis(values=[0, 0.25, 0.5, 0.75, 1], format="%")
     if not chart.log_y:
         return alt.Axis(format=",.6~g", tickCount=5)
+    return alt.Axis(values=round_ticks(low, high), format=",.4~g", labelOverlap=True)
+
+
+def round_ticks(low: float, high: float) -> list[float]:
+    """Ticks of a logarithmic axis; Vega has none where it is shorter than a decade."""
     decades = 10.0 ** np.arange(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     rounds = [np.outer(decades, steps).ravel() for steps in LOGARITHMIC]
     # Where these are too few, multiples of 5, 2 or 1: of them there are at least three.
     unit = 10.0 ** math.floor(math.log10((high - low) / 3))
     rounds += [unit * step * np.arange(1, high / unit + 1) for step in (5, 2, 1)]
     inside = (ticks[(low <= ticks) & (ticks <= high)].tolist() for ticks in rounds)
-    ticks = next(ticks for ticks in inside if len(ticks) >= 3)
-    return alt.Axis(values=ticks, format=",.4~g", labelOverlap=True)
+    return next(ticks for ticks in inside if len(ticks) >= 3)
 
 
 def _marks(chart: LineChart, x: Frame) -> list[Any]:
