@@ -280,7 +280,8 @@ def passkey_sections(cells: Sequence[Figure]) -> list[Section]:
 def ruler_sections(cells: Sequence[Figure]) -> list[Section]:
     """The mean score over the tasks that all have, against the length; and every task's."""
     frame = frame_of(cells)
-    sections = by_kind(frame, RULER)
+    one, *others = frame["kind"].unique()
+    sections = by_kind(frame, RULER if others else replace(RULER, name=f"RULER score of {one}"))
     shared = set.intersection(*frame.groupby(["line", "x"])["kind"].agg(set))
     if len(sections) > 1 and shared and frame["size"].nunique() == 1:
         mean = replace(RULER, name=f"mean RULER score of {len(shared)} tasks")

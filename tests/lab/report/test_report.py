@@ -102,7 +102,7 @@ def test_headings_name_what_was_measured_the_models_and_the_finding(undrawn):
     headings = re.findall(r'<p class="kicker">.*</p>\s*<h2>(.*)</h2>', page)
     assert headings == [
         "At 64 tokens (0.125 × the training context) a has a share of passkeys found of 20%.",
-        "At 512 tokens (the training context) a has a RULER score of 50%.",
+        "At 512 tokens (the training context) a has a RULER score of vt of 50%.",
         "X, 16 tokens: b 2 MB; a 2 MB.",
         "Lowest training loss at the end: 4, of RoFormer.",
     ]

@@ -275,5 +275,5 @@ def test_the_terminal_has_the_tables_of_the_figures_alone():
         ruler("B", "vt", 512, 1.0) | {"filler": "y"},
     ]
     assert [table[0][0] for table in printed_tables(cells)] == [
-        "RULER score at (group 1)", "RULER score at (group 2)",
+        "RULER score of vt at (group 1)", "RULER score of vt at (group 2)",
     ]  # fmt: skip
