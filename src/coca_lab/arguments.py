@@ -301,8 +301,9 @@ def _default(field: Field[Any]) -> object:
     if field.default is not MISSING:
         return field.default
     made = field.default_factory() if field.default_factory is not MISSING else None
-    plain = isinstance(made, list) and all(isinstance(each, int | float | str) for each in made)
-    return ",".join(map(str, made)) if plain else None
+    if isinstance(made, list) and all(isinstance(each, int | float | str) for each in made):
+        return ",".join(map(str, made))
+    return None
 
 
 def _alternatives(annotation: object) -> tuple[Any, ...]:
