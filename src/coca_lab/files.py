@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from huggingface_hub import HfApi, constants
+from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
-from huggingface_hub.file_download import repo_folder_name
-from huggingface_hub.utils import validate_repo_id
 
 from coca_attention.errors import UserError
 
@@ -189,9 +187,10 @@ def belongs_to(folder: Path, path: Path) -> bool:
 def check_hub(name: str) -> None:
     """Raise UserError for a name that is neither in the cache nor on the Hub, without retries."""
     try:
-        validate_repo_id(name)
-        folder = repo_folder_name(repo_id=name, repo_type="model")
-        if Path(constants.HF_HUB_CACHE, folder, "snapshots").is_dir():
+        known = (
+            try_to_load_from_cache(name, file) for file in ("config.json", "tokenizer_config.json")
+        )
+        if any(isinstance(path, str) for path in known):
             return
         HfApi().model_info(name, timeout=HUB_PATIENCE)
     except HFValidationError:

@@ -95,8 +95,6 @@ class Endpoint:
                 return json.loads(said)
             except HTTPError as error:
                 problem = f"status {error.code}: {_short(error.read().decode(errors='replace'))}"
-                if error.code == 404:
-                    problem += "; the address ends before /completions, mostly in /v1"
                 if error.code not in BUSY:
                     raise self._error(problem) from error
             except ValueError as error:

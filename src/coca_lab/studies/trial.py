@@ -21,12 +21,7 @@ from coca_lab.folders import convert_folder
 from coca_lab.processes import tell
 from coca_lab.recipe import check_same_recipe
 from coca_lab.training import Recipe, is_finished, read_summary, train
-from coca_lab.training.folder import (
-    RECIPE_FILE,
-    check_finished,
-    check_same_inputs,
-    has_begun,
-)
+from coca_lab.training.folder import RECIPE_FILE, check_finished, check_same_inputs, has_begun
 from coca_lab.training.texts import inputs_of
 from coca_lab.training.trainer import TrainingDiverged
 

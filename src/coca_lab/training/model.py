@@ -99,7 +99,7 @@ def _load_start(recipe: ModelRecipe, start: str) -> PreTrainedModel:
                 f"{start} has attention {present}, which cannot be converted to {wanted}: set "
                 f"model.attention to {present}, or start from a rotary model"
             )
-        log.warning("%s: its rotary attention becomes %s, as model.attention says", start, wanted)
+        log.info("%s: its rotary attention becomes %s, as model.attention says", start, wanted)
         convert(model, wanted, max_distance=limit)
     return model
 

@@ -169,7 +169,7 @@ def test_reading_beyond_the_training_length_on_purpose_prints_no_reminder(words,
         (
             RULER_TASK,
             {"lengths": [30], "kinds": ["vt"]},
-            "tokens: too short: the answer and a prompt with",
+            "vt of 30 tokens: too short: the answer and a prompt with",
         ),
         (RULER_TASK, {"chat": True, "kinds": ["vt"]}, "the tokenizer has no chat template: ask"),
         (RULER_TASK, {"source": "nowhere"}, "nowhere: no such file"),
