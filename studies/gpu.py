@@ -21,23 +21,39 @@ from pathlib import Path
 
 import torch
 
-READ = "studies/smollm2/run.py {what} {model} {books} --longest 131072 --device cuda"
+from coca_lab.data.ruler import RULER_TASKS
+
+METHODS = "base,dynamic,yarn,rerope,self-extend-4096"
 STUDY = "-m coca_lab.cli study {name} --output {output}/{name}"
+
+
+def _read(what: str, name: str, words: str) -> str:
+    script = f"studies/smollm2/run.py {what} {{model}} {{books}} --longest 131072 --count 30"
+    return f"{script} --device cuda {words} --output {{output}}/{name}.jsonl"
+
+
+def _books(name: str, dtype: str, lengths: str, methods: str) -> str:
+    return _read("perplexity", name, f"--dtype {dtype} --lengths {lengths} --methods {methods}")
+
+
+def _ruler(tasks: str) -> str:
+    words = f"--lengths 4096,8192,12288,16384,32768 --methods {METHODS} --dtype bfloat16"
+    return _read("ruler", f"ruler-{tasks}", f"{words} --tasks {tasks}")
+
+
+FAR = "8192,16384,32768,65536,131072"
 QUARTERS = {
     "far": [
-        READ + " --count 30 --lengths 8192,16384,32768,65536 --dtype bfloat16"
-        " --output {output}/perplexity.jsonl",
-        READ + " --count 30 --lengths 8192 --methods base,rerope --output {output}/float32.jsonl",
-        READ + " --count 50 --lengths 8192,16384,32768 --methods yarn,rerope --dtype bfloat16"
-        " --output {output}/ruler-1.jsonl",
-        READ + " --count 50 --lengths 8192,16384,32768 --methods dynamic,base --dtype bfloat16"
-        " --output {output}/ruler-2.jsonl",
+        *map(_ruler, (*RULER_TASKS[:8], "vt,cwe,fwe")),
+        _books("books-base", "bfloat16", FAR, "base,dynamic"),
+        *(_books(f"books-{name}", "bfloat16", FAR, name) for name in METHODS.split(",")[2:]),
+        _books("books-float32", "float32", "8192,16384", METHODS),
     ],
     "retrieval": [STUDY + " --workers 14"],
     "pretrained": [STUDY + " --text {books} --workers 4"],
     "paper": [STUDY + " --text {books} --workers 4"],
 }
-"""The commands of Python that run side by side; {what} is the task in the name of their output."""
+"""The commands of Python that run side by side."""
 NAMES = {"paper": "paper-125m"}
 STEPS = "--training.steps 4 --validation.every 2 --passkey.samples 2"
 DRY = {
@@ -62,10 +78,8 @@ def commands(options: argparse.Namespace) -> list[list[str]]:
     """The words of every run of a quarter."""
     found = []
     for text in QUARTERS[options.quarter]:
-        what = "ruler" if "ruler" in text else "perplexity"
         name = NAMES.get(options.quarter, options.quarter)
         words = text.format(
-            what=what,
             name=name,
             model=shlex.quote(str(options.model)),
             books=shlex.quote(str(options.books)),

@@ -17,7 +17,6 @@ import lzma
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ import torch
 import transformers
 from self_extend import drop_positions, self_extend
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -35,6 +35,7 @@ from coca_attention import convert, set_rotary_scaling
 from coca_attention.models import training_length
 from coca_lab.data.documents import text_fingerprint
 from coca_lab.data.ruler import ANSWER_TOKENS, RulerTask, ask_for_ruler, string_match
+from coca_lab.data.tasks import Prompt
 from coca_lab.engine import Engine, Item
 from coca_lab.evaluation.task import Cell
 from coca_lab.files import write_text
@@ -43,9 +44,11 @@ from coca_lab.generation import greedy_answers
 from coca_lab.store import Store
 
 SCORED = 1024
-BATCH = 262_144
-"""Prompt tokens of a batch on a GPU."""
+BATCH = 98_304
+"""Prompt tokens of a batch on a GPU that processes share."""
 SKIPPED = 20_000  # characters: titles, prefaces and contents
+SAME_WITHIN = ("dynamic", "yarn", "rerope", "self-extend-4096", "self-extend-1024")
+"""Methods that change nothing within the training length: there only the base is measured."""
 Change = Callable[[PreTrainedModel, int], object]
 """What a method does to a model for texts of a length."""
 
@@ -87,13 +90,9 @@ def load(folder: Path, method: str, length: int, device: str, dtype: str) -> Pre
     model: Any = AutoModelForCausalLM.from_pretrained(folder, **_gguf(folder), **options)
     METHODS[method](model.eval(), length)
     model.to(device)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # FlashAttention for all: it alone has windows
     if found := first_not_finite(model):
-        # cuDNN's attention is new in bfloat16: without it once more.
-        torch.backends.cuda.enable_cudnn_sdp(False)
-        again = first_not_finite(model)
-        print(f"not finite in {dtype} on {device}: {found}; without cuDNN: {again or 'finite'}")
-        if again:
-            raise SystemExit(f"{folder}: NaN or infinity in {dtype} on {device}, first in {again}")
+        raise SystemExit(f"{folder}: NaN or infinity in {dtype} on {device}, first in {found}")
     return model
 
 
@@ -123,16 +122,21 @@ def first_not_finite(model: PreTrainedModel) -> str:
 def read_books(
     path: str, tokenizer: PreTrainedTokenizerBase, count: int, longest: int
 ) -> dict[str, torch.Tensor]:
-    """The first ``longest`` tokens, behind the preface, of ``count`` books that have so many."""
+    """The first ``longest`` tokens behind the preface of ``count`` books, by the last book's id.
+
+    Short books are read in a row: a text begins with the tokens of those before its last one.
+    """
     books: dict[str, torch.Tensor] = {}
+    begun: list[int] = []
     with lzma.open(path, "rt", encoding="utf-8") as lines:
         for book in map(json.loads, lines):
-            text = book["text"][SKIPPED : SKIPPED + 8 * longest]
-            ids = torch.tensor(tokenizer(text)["input_ids"][:longest])
-            if len(ids) == longest:
-                books[book["id"]] = ids
+            begun += tokenizer(book["text"][SKIPPED : SKIPPED + 8 * longest])["input_ids"]
+            if len(begun) >= longest:
+                books[book["id"]], begun = torch.tensor(begun[:longest]), []
             if len(books) == count:
                 break
+    if not books:
+        raise SystemExit(f"{path}: expected at least {longest:,} tokens of text behind prefaces")
     return books
 
 
@@ -144,6 +148,15 @@ def score(model: PreTrainedModel, ids: torch.Tensor) -> Cell:
     return {"nats": torch.nn.functional.cross_entropy(logits, ids[-scored:]).item()}
 
 
+@lru_cache(maxsize=4)
+def ask(
+    tokenizer: PreTrainedTokenizerBase, task: RulerTask, length: int, samples: int, filler: str
+) -> list[Prompt]:
+    """Prompts of a task, all of one length; the last ones stay for the other methods."""
+    chat = tokenizer.chat_template is not None
+    return ask_for_ruler(tokenizer, task, length, range(samples), filler=filler, chat=chat)
+
+
 def answer(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -153,19 +166,15 @@ def answer(
     samples: int,
 ) -> Cell:
     """RULER's score of every prompt of a task, 0 to 1."""
+    prompts = ask(tokenizer, task, length, samples, filler)
     scores: list[float] = []
-    chat = tokenizer.chat_template is not None
     batch = 1 if model.device.type == "cpu" else max(1, BATCH // length)
     for start in range(0, samples, batch):
-        indices = range(start, min(start + batch, samples))
-        prompts = ask_for_ruler(tokenizer, task, length, indices, filler=filler, chat=chat)
-        # A prompt may be a few tokens shorter where no filler of the exact length exists.
-        for _, alike in groupby(prompts, key=lambda prompt: len(prompt.ids)):
-            group = [*alike]
-            ids = torch.tensor([prompt.ids for prompt in group])
-            answers = greedy_answers(model, tokenizer, ids, max_new_tokens=ANSWER_TOKENS[task])
-            pairs = zip(answers, group, strict=True)
-            scores += [string_match(text, prompt.facts["expected"]) for text, prompt in pairs]
+        group = prompts[start : start + batch]
+        ids = torch.tensor([prompt.ids for prompt in group])
+        answers = greedy_answers(model, tokenizer, ids, max_new_tokens=ANSWER_TOKENS[task])
+        pairs = zip(answers, group, strict=True)
+        scores += [string_match(text, prompt.facts["expected"]) for text, prompt in pairs]
     return {"scores": scores}
 
 
@@ -176,11 +185,15 @@ Reading = tuple[str, int, str, Callable[[PreTrainedModel], Cell]]
 def readings(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Iterator[Reading]:
     """Everything to measure: length by length, so that methods can be compared at any time."""
     longest = max(options.longest, *options.lengths)
-    books = read_books(options.books, tokenizer, options.count, longest)
+    count = options.count if options.what == "perplexity" else 1
+    books = read_books(options.books, tokenizer, count, longest)
     filler = tokenizer.decode(next(iter(books.values())))
     tasks = options.tasks.split(",")
+    trained = training_length(AutoConfig.from_pretrained(options.folder, **_gguf(options.folder)))
     for length in options.lengths:
         for method in options.methods.split(","):
+            if method in SAME_WITHIN and length <= (trained or 0):
+                continue
             if options.what == "perplexity":
                 for name, ids in books.items():
                     yield method, length, name, partial(score, ids=ids[-length:])
@@ -206,7 +219,6 @@ def read(options: argparse.Namespace, every: list[Reading]) -> list[Cell]:
         "cpu_seconds": round(time.process_time() - cpu_start, 1),
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "torch": torch.__version__,
-        "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled(),  # `load` may turn it off
         "transformers": transformers.__version__,
     }
     return [entry | took]

@@ -1,6 +1,6 @@
 """Self-Extend (Jin et al. 2024, arXiv 2401.01325) and dropped positions (DroPE) in rotary models.
 
-B batch, T query length, S key length, H query heads, G key/value heads, D head width.
+B batch, T query length.
 """
 
 from typing import Any
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-BLOCK = 512  # queries that are scored at once
+from coca_attention.ops.clipped import attend_clipped
 
 
 class Unrotated(nn.Module):
@@ -43,25 +43,20 @@ def self_extend(model: Any, length: int, *, window: int) -> None:
     def attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **_: Any
     ) -> tuple[Tensor, None]:
-        length, old = key.shape[2], key.shape[2] - query.shape[2]
-        positions = torch.arange(length, device=key.device)
-        groups = query.shape[1] // key.shape[1]
-        near = repeat_kv(rotate(key, positions), groups)
-        far = repeat_kv(rotate(key, positions // size), groups)
-        value = repeat_kv(value, groups)
-        output = []
-        for start in range(old, length, BLOCK):
-            rows = positions[start : start + BLOCK]
-            part = query[:, :, start - old : start - old + BLOCK] * scaling
-            first, stop = max(0, start - window + 1), int(rows[-1]) + 1
-            distance = rows[:, None] - positions[first:stop]
-            grouped = rotate(part, rows // size + window - window // size)
-            scores = grouped @ far[:, :, :stop].mT
-            close = rotate(part, rows) @ near[:, :, first:stop].mT
-            scores[..., first:] = torch.where(distance < window, close, scores[..., first:])
-            scores[..., first:].masked_fill_(distance < 0, -torch.inf)
-            output.append(scores.softmax(-1) @ value[:, :, :stop])
-        return torch.cat(output, 2).transpose(1, 2).contiguous(), None
+        positions = torch.arange(key.shape[2], device=key.device)
+        rows = positions[-query.shape[2] :]
+        output = attend_clipped(
+            rotate(query, rows),
+            rotate(key, positions),
+            rotate(query, rows // size + window - window // size),
+            rotate(key, positions // size),
+            value,
+            rows,
+            positions,
+            window,
+            scale=scaling,
+        )
+        return output.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register("self_extend", attention)
     model.config._attn_implementation = "self_extend"

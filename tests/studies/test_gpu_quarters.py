@@ -11,6 +11,10 @@ from families import vanilla
 from studies.gpu import main
 
 
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 @pytest.mark.slow
 def test_far_reads_and_asks_with_every_command(tokenizer, tmp_path, capsys):
     model_folder = tmp_path / "model"
@@ -22,13 +26,16 @@ def test_far_reads_and_asks_with_every_command(tokenizer, tmp_path, capsys):
         file.write(json.dumps({"id": "one", "text": text}) + "\n")
     words = ["far", "--model", str(model_folder), "--books", str(books), "--output", str(output)]
     assert main([*words, "--dry-run", "--minutes", "4"]) == 0, (output / "log-0.txt").read_text()
-    lines = [json.loads(line) for line in (output / "perplexity.jsonl").read_text().splitlines()]
-    assert [(x["method"], x["length"]) for x in lines] == [
-        ("base", 1024), ("rerope", 1024), ("base", 2048), ("rerope", 2048),
-    ]  # fmt: skip
-    assert all(0 < x["nats"] < 100 for x in lines)
-    asked = [json.loads(line) for line in (output / "ruler-1.jsonl").read_text().splitlines()]
-    assert all(0 <= score <= 1 for x in asked for score in x["scores"]) and asked
+    read = [
+        line for name in ("base", "rerope") for line in lines_of(output / f"books-{name}.jsonl")
+    ]
+    assert {(x["method"], x["length"]) for x in read} == {
+        (method, length) for method in names for length in (1024, 2048)
+    }
+    assert all(0 < x["nats"] < 100 for x in read)
+    asked = [line for path in output.glob("ruler-*.jsonl") for line in lines_of(path)]
+    assert all(0 <= score <= 1 for x in asked for score in x["scores"])
+    assert len(asked) == 9 * 4  # every process has the task of the dry run
     assert "exit code 0" in capsys.readouterr().out
 
 

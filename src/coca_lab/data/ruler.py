@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
-from itertools import pairwise
+from itertools import pairwise, product
 from string import ascii_lowercase, ascii_uppercase
 from typing import Literal, NamedTuple, get_args
 
@@ -213,9 +213,13 @@ def fit_haystack(
             high = units
         else:
             each, low, used = max((now - used) / (units - low), 0.01), units, now
-    for units in range(low, max(draft.fewest, low - 20) - 1, -1):
-        used = used if units == low else count(units)
-        for rest in _rests(encode, draft, before, units, tokens - used):
+    # Some numbers of tokens are no end of the one text with a tokenizer, but of another.
+    for end, units in product(
+        dict.fromkeys((draft.rest, NOISE + " ", NOISE + "\n")),
+        range(low, max(draft.fewest, low - 20) - 1, -1),
+    ):
+        left = tokens - (used if units == low else count(units))
+        for rest in _rests(encode, end, before, draft.haystack(units), left):
             whole = text(units, rest)
             ids = encode(whole)
             if len(ids) == tokens:
@@ -223,13 +227,13 @@ def fit_haystack(
     raise UserError(f"no text of exactly {tokens} tokens was found; choose another length")
 
 
-def _rests(encode: Encode, draft: Draft, before: str, units: int, tokens: int) -> list[str]:
-    """Ends of `Draft.rest`, repeated, that seem to take so many tokens."""
+def _rests(encode: Encode, end: str, before: str, haystack: str, tokens: int) -> list[str]:
+    """Ends of a text, repeated, that seem to take so many tokens between two others."""
     if tokens <= 0:
         return [""] if tokens == 0 else []
-    around = before[-100:], draft.haystack(units)[:100]  # what is farther away changes little
+    around = before[-100:], haystack[:100]  # what is farther away changes little
     alone = len(encode("".join(around)))
-    repeated = draft.rest * (2 + 10 * tokens // len(draft.rest))
+    repeated = end * (2 + 10 * tokens // len(end))
 
     def count(size: int) -> int:
         return len(encode(repeated[-size:].join(around))) - alone

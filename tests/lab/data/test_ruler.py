@@ -20,7 +20,9 @@ from coca_lab.data.ruler import (
     ANSWER_TOKENS,
     NOISE,
     RULER_TASKS,
+    Draft,
     ask_for_ruler,
+    fit_haystack,
     string_match,
     word_lists,
 )
@@ -135,6 +137,15 @@ def solved(task: str, prompt: str) -> list[str]:
     coded = prompt.partition("coded words. ")[2].partition("\nQuestion")[0]
     counts = Counter(word for word in coded.split() if word.strip("."))
     return [word for word, _ in counts.most_common(3)]
+
+
+def test_a_length_that_no_end_of_one_text_has_is_that_of_another():
+    def encode(text):
+        return [0] * (2 * text.count("\n") + text.count(" VAR"))
+
+    draft = Draft("x\n", lambda units: "VAR" + "\n" * units, "", "", ["VAR"], rest=NOISE + "\n")
+    text, ids = fit_haystack(encode, draft, draft.before, draft.after, 41)
+    assert len(ids) == len(encode(text)) == 41
 
 
 @pytest.mark.parametrize(
