@@ -26,9 +26,8 @@ def test_far_reads_and_asks_with_every_command(tokenizer, tmp_path, capsys):
         file.write(json.dumps({"id": "one", "text": text}) + "\n")
     words = ["far", "--model", str(model_folder), "--books", str(books), "--output", str(output)]
     assert main([*words, "--dry-run", "--minutes", "4"]) == 0, (output / "log-0.txt").read_text()
-    read = [
-        line for name in ("base", "rerope") for line in lines_of(output / f"books-{name}.jsonl")
-    ]
+    names = ("base", "rerope")
+    read = [line for name in names for line in lines_of(output / f"books-{name}.jsonl")]
     assert {(x["method"], x["length"]) for x in read} == {
         (method, length) for method in names for length in (1024, 2048)
     }
