@@ -16,13 +16,11 @@ from typing import Any
 
 import vl_convert
 
-from coca_lab.intervals import paired_ratio_interval
 from coca_lab.report.charts import COLOURS, LineChart, Palette
 from coca_lab.report.drawing import NARROW, specification
 from coca_lab.report.lengths import PASSKEYS, PERPLEXITY, frame_of
 from coca_lab.report.page import page_sections, tasks_and_runs
 from coca_lab.report.results import parsed
-from coca_lab.report.section import enumeration, number, span
 from studies.trials import published
 
 ROOT = Path(__file__).parents[1]
@@ -114,31 +112,7 @@ def report_charts(folder: Path, which: Sequence[int], lines: str) -> list[Titled
         points = points.assign(line=line + short, colour=line, dash="")
         return replace(chart, points=points, every=True)
 
-    charts = [(lead, chosen(chart)) for lead, chart in (drawn[place] for place in which)]
-    return [(level(chart) or lead, chart) for lead, chart in charts]
-
-
-def level(chart: LineChart) -> str:
-    """The finding where the same documents do not tell the lowest perplexity from others.
-
-    Empty where they do, and where means over seeds are drawn.
-    """
-    far = chart.points["x"].max()
-    points = chart.points[chart.points["x"] == far].sort_values("y")
-    scores = [[each.score for each in getattr(cell, "documents", ())] for cell in points["cell"]]
-    if (points["seeds"] > 1).any() or not all(len(each) > 1 for each in scores):
-        return ""
-    ends = [paired_ratio_interval(each, scores[0]) or (1.0, 1.0) for each in scores]
-    points = points.assign(level=[low <= 1 for low, _ in ends])
-    best, others = points[points["level"]], points[~points["level"]]
-    if len(best) < 2:
-        return ""
-    said = f"At {far:,} tokens {enumeration([*best['line']])} are level, "
-    said += enumeration([*map(number, best["y"])])
-    if others.empty:
-        return f"{said}."
-    who = "the others" if len(others) > 1 else others["line"].iloc[0]
-    return f"{said}; {who} {span(others['y'], number)}."
+    return [(lead, chosen(chart)) for lead, chart in (drawn[place] for place in which)]
 
 
 def picture(parts: Sequence[Titled], width: int, *, above: bool) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from coca_attention.errors import UserError
-from coca_lab.intervals import FEW_DOCUMENTS, wilson_interval
+from coca_lab.intervals import FEW_DOCUMENTS, paired_ratio_interval, wilson_interval
 from coca_lab.report.cells import Figure, Perplexity, Prompts
 from coca_lab.report.charts import Frame, LineChart
 from coca_lab.report.section import Entry, Section, Table, enumeration, number, span, times
@@ -156,19 +156,40 @@ def finding(frame: Frame, measure: Charted) -> str:
     found = plain[plain["y"] > 0] if measure.top else plain
     length = int((plain if found.empty else found)["x"].max())
     far = plain[plain["x"] == length]
-    shown = far["y"].map(measure.form)
-    best = measure.form(far["y"].max() if measure.top else far["y"].min())
+    far = far.assign(shown=far["y"].map(measure.form))
+    best = best_lines(far, measure)
+    others = far[~far["shown"].isin(best["shown"])]["y"]
     # At its training length, scaling does not make a model better.
-    names = far[shown == best].drop_duplicates("model")["line"].tolist()
-    others = far[shown != best]["y"]
-    where = at_tokens(frame, length)
-    if others.empty:
+    best = best.drop_duplicates(["model", "shown"])
+    names, shown = best["line"].tolist(), best["shown"].unique().tolist()
+    where, figure = at_tokens(frame, length), shown[0]
+    if others.empty and len(shown) == 1:
         who = f"{names[0]} has" if len(far) == 1 else "all have"
-        return f"{where} {who} a {measure.name} of {best}."
+        return f"{where} {who} a {measure.name} of {figure}."
     who = enumeration(names) if len(names) < 4 else f"{len(names)} of {len(far)} models"
     which = f"{'has' if len(names) == 1 else 'have'} the {'highest' if measure.top else 'lowest'}"
-    rest = f"the other{'s' if len(others) > 1 else ''} {span(others, measure.form)}"
-    return f"{where} {who} {which} {measure.name}, {best}; {rest}."
+    said = f"{where} {who} {which} {measure.name}, {figure}"
+    if len(shown) > 1:
+        figures = enumeration(shown) if len(names) < 4 else f"{shown[0]} to {shown[-1]}"
+        said = f"{where} {who} are level, {measure.name} {figures}"
+    if others.empty:
+        return f"{said}."
+    return f"{said}; the other{'s' if len(others) > 1 else ''} {span(others, measure.form)}."
+
+
+def best_lines(far: Frame, measure: Charted) -> Frame:
+    """The lines of a length with the best figure as shown; with documents, those level with it.
+
+    They are level if the 95 % interval of the ratio of perplexities on the same documents has 1.
+    """
+    best = measure.form(far["y"].max() if measure.top else far["y"].min())
+    # Stable, so that equal figures stay in the order of the page.
+    far = far.sort_values("y", ascending=not measure.top, kind="stable")
+    scores = [[each.score for each in getattr(cell, "documents", ())] for cell in far["cell"]]
+    if (far["seeds"] > 1).any() or not all(len(each) > 1 for each in scores):
+        return far[far["shown"] == best]
+    lows = [(paired_ratio_interval(each, scores[0]) or (1, 1))[0] for each in scores]
+    return far[[low <= 1 for low in lows]]
 
 
 def conditions(frame: Frame) -> str:
