@@ -1,6 +1,7 @@
 """Prompts answered by a server with OpenAI's completions: vLLM, llama.cpp, ``coca serve``."""
 
 import json
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from coca_attention.errors import UserError
 from coca_lab.data.tasks import Prompt, leading_special_tokens
+
+log = logging.getLogger(__name__)
 
 WAITS = (1.0, 4.0, 16.0)
 """Seconds before a request is repeated that found no server, or a busy or broken one."""
@@ -34,12 +37,14 @@ class Endpoint:
         model: What the server calls the model.
         requests: Number of requests at once.
         failed: Why it does not answer any more.
+        warned: Whether it was said that a request is repeated.
     """
 
     url: str
     model: str
     requests: int = 8
     failed: UserError | None = field(default=None, repr=False)
+    warned: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         self.url = self.url.rstrip("/")
@@ -101,6 +106,9 @@ class Endpoint:
                 raise self._error(f"expected JSON, got {_short(said)}") from error
             except (OSError, HTTPException) as error:
                 problem = f"no answer ({error or type(error).__name__})"
+            if wait is not None and not self.warned:
+                self.warned = True  # once, however many prompts wait
+                log.warning(f"{self.url}: {problem}; asking again, up to {len(WAITS)} times")
             time.sleep(wait or 0)
         self.failed = self._error(f"{problem}, {len(WAITS) + 1} times")
         raise self.failed

@@ -124,7 +124,7 @@ def test_wrong_answers_are_errors_with_the_servers_words(tokenizer, said, messag
     assert len(read) == requests
 
 
-def test_a_server_that_is_gone_is_not_asked_for_ever(tokenizer, monkeypatch):
+def test_a_server_that_is_gone_is_not_asked_for_ever(tokenizer, monkeypatch, caplog):
     with server(completion()) as (url, _):
         pass
     endpoint, asked = Endpoint(url, "m"), Mock(wraps=module.urlopen)
@@ -133,6 +133,8 @@ def test_a_server_that_is_gone_is_not_asked_for_ever(tokenizer, monkeypatch):
         with pytest.raises(UserError, match=r"no answer \(.*refused.*\), 3 times"):
             endpoint.answers(tokenizer, prompts_of(tokenizer), 7)
     assert asked.call_count == 3
+    (said,) = caplog.messages  # while the user waits
+    assert "refused" in said and said.endswith("asking again, up to 2 times")
     with pytest.raises(UserError, match="expected an address such as http"):
         Endpoint("file:///etc/passwd", "m")
 
