@@ -21,9 +21,9 @@ ORDER = [
 ]  # fmt: skip
 
 
-def perplexities() -> Iterator[list[str]]:
+def perplexities(folder: Path) -> Iterator[list[str]]:
     """Perplexity, its ratio to the reference on the same books, and time, by length and method."""
-    lines = pd.read_json(RESULTS / "perplexity.jsonl", lines=True)
+    lines = pd.read_json(folder / "perplexity.jsonl", lines=True)
     yield ["tokens", "method", "books", "perplexity", "beside limited distances", "CPU seconds"]
     for length, read in lines.groupby("length"):
         nats = read.pivot_table(index="text", columns="method", values="nats")
@@ -55,6 +55,8 @@ def scores() -> Iterator[list[str]]:
 
 
 if __name__ == "__main__":
-    for name, rows in {"perplexity": perplexities(), "ruler": scores()}.items():
+    tables = {"perplexity": perplexities(RESULTS), "ruler": scores()}
+    tables["gemma"] = perplexities(RESULTS / "gemma3")
+    for name, rows in tables.items():
         marks = f"<!-- {name} -->", f"<!-- end of {name} -->"
         write_tables(RESULTS / "README.md", markdown(rows), *marks)

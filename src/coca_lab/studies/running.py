@@ -62,6 +62,8 @@ def run_study(
     found = read_json(output / RESULTS_FILE)
     if found["training"] or (found["results"] and REPORTS.keys() & study.tasks):
         write_report([output / RESULTS_FILE], output / REPORT_FILE)
+    else:  # a page that is there is of the results before
+        (output / REPORT_FILE).unlink(missing_ok=True)
     for label, error in run.failed.items():
         count = f"{len(run.failed):,} of {len(trials):,} trials failed, first {label}"
         raise UserError(f"{count}: {error}. The same command runs them again")

@@ -196,6 +196,9 @@ def test_a_model_that_fails_is_tried_again_and_the_others_finish(small, tmp_path
     assert [*found["failures"]] == ["broken", "next"] and made == ["broken", "some", "broken"]
     assert {cell["model"] for cell in found["results"]} == {"some"}
     assert (tmp_path / "report.html").is_file()
+    with pytest.raises(UserError, match="1 of 1 trials failed"):
+        run(small, [models.replace("next: {path: broken}, some: {}", ""), ONE[1]], tmp_path)
+    assert not (tmp_path / "report.html").exists()  # it shows another study
 
 
 def test_what_may_pass_is_never_recorded(small, tmp_path, monkeypatch):
