@@ -35,7 +35,7 @@ from coca_attention import convert, set_rotary_scaling
 from coca_attention.models import training_length
 from coca_lab.data.documents import text_fingerprint
 from coca_lab.data.ruler import ANSWER_TOKENS, RulerTask, ask_for_ruler, string_match
-from coca_lab.data.tasks import Prompt
+from coca_lab.data.tasks import Prompt, leading_special_tokens
 from coca_lab.engine import Engine, Item
 from coca_lab.evaluation.task import Cell
 from coca_lab.files import write_text
@@ -140,6 +140,12 @@ def read_books(
     return books
 
 
+def last(ids: torch.Tensor, length: int, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """The last tokens of a text, behind what its tokenizer begins every text with."""
+    first = len(leading_special_tokens(tokenizer))
+    return torch.cat((ids[:first], ids[len(ids) - length + first :]))
+
+
 @torch.no_grad()
 def score(model: PreTrainedModel, ids: torch.Tensor) -> Cell:
     """Mean nats of the last `SCORED` tokens, or of half of a shorter text."""
@@ -196,7 +202,7 @@ def readings(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) ->
                 continue
             if options.what == "perplexity":
                 for name, ids in books.items():
-                    yield method, length, name, partial(score, ids=ids[-length:])
+                    yield method, length, name, partial(score, ids=last(ids, length, tokenizer))
             else:
                 asked = {"length": length, "samples": options.count}
                 for task in tasks:

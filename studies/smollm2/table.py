@@ -56,8 +56,7 @@ def scores() -> Iterator[list[str]]:
 
 if __name__ == "__main__":
     tables = {"perplexity": perplexities(RESULTS), "ruler": scores()}
-    if (RESULTS / "gemma3").is_dir():
-        tables["gemma"] = perplexities(RESULTS / "gemma3")
+    tables["gemma"] = perplexities(RESULTS / "gemma3")
     for name, rows in tables.items():
         marks = f"<!-- {name} -->", f"<!-- end of {name} -->"
         write_tables(RESULTS / "README.md", markdown(rows), *marks)

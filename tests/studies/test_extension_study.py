@@ -1,7 +1,12 @@
 """Self-Extend by its definition; test_pages.py has the tables of results/extension."""
 
+import copy
+import importlib
+from pathlib import Path
+
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AttentionInterface
 
 import oracle
@@ -40,3 +45,14 @@ def test_self_extend_changes_nothing_within_the_training_length(family):
     after = logits(model, ids)
     assert difference(decoded_logits(model, ids), after) < 1e-12
     assert difference(after[:, :NEAR], before[:, :NEAR]) < 1e-12 < difference(after, before)
+
+
+def test_the_last_tokens_of_a_book_stand_behind_its_beginning_of_sequence(tokenizer, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "studies" / "smollm2")
+    last, ids = importlib.import_module("run").last, torch.arange(100, 110)
+    assert last(ids, 4, tokenizer).tolist() == [106, 107, 108, 109]
+    begins = copy.deepcopy(tokenizer)
+    bos = begins.bos_token, begins.bos_token_id
+    begins._tokenizer.post_processor = TemplateProcessing(f"{bos[0]} $A", special_tokens=[bos])
+    assert last(ids, 4, begins).tolist() == [100, 107, 108, 109]
+    assert torch.equal(last(ids, 10, begins), ids)
