@@ -117,6 +117,10 @@ def test_multiples_are_rounded_as_one_says_them(ratio, said):
          "At 512 tokens (the training context) a has a share of passkeys found of 0%."),
         ([passkey("a", 4000, 3)],
          "At 4,000 tokens (7.8 × the training context) a has a share of passkeys found of 30%."),
+        ([perplexity(model, 64, value, documents=scored(*nats)) for model, value, nats in (
+            ("a", 40.0, (10, 12, 11)), ("b", 41.0, (10.3, 11.8, 11.2)), ("c", 80.0, (20, 22, 21)))],
+         "At 64 tokens (the training context) a and b are level, perplexity 40.00 and 41.00; the "
+         "other 80.00."),
         (SEEDS, "At 4,096 tokens (16 × the training context) CoCA-Strict has the lowest "
          "perplexity, 44.50; the other 81.00."),
     ],
