@@ -1,6 +1,7 @@
 """Models that `coca export` takes, in folders with tokenizers."""
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -66,6 +67,14 @@ def answered_passkeys(folder, length, samples, output, address=None):
     assert main([str(word) for word in words]) == 0
     (cell,) = json.loads(Path(output).read_text())["results"]
     return cell["samples"]
+
+
+def penalised(source, folder):
+    """A copy of a model's folder with settings of its own that would change greedy answers."""
+    shutil.copytree(source, folder)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"repetition_penalty": 1.5}))
+    return folder
 
 
 def exported(folder, target, *options):

@@ -132,7 +132,7 @@ def _hold_target(target: Path) -> AbstractContextManager[None]:
 def check_new(target: Path) -> None:
     """Raise UserError unless a path is free, or an empty folder."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} exists and is not empty: name another folder, or remove it")
+        raise UserError(f"{target} is a file or has content: name another folder, or remove it")
 
 
 def check_can_be_written(target: Path) -> None:
@@ -246,6 +246,7 @@ WRITER = r"inline_container|PytorchStreamWriter|iostream error|\d+ requested and
 RESUMABLE = "free disk space, then run the same command again; what is done is kept"
 """What `known_problem` advises where a later start can go on."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+IN_THE_WAY = (errno.EEXIST, errno.ENOTDIR)
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -276,4 +277,6 @@ def known_problem(error: BaseException) -> str | None:
         return f"{reason}: {RESUMABLE}"
     if number in FORBIDDEN:
         return f"{reason}: choose another folder, or change its permissions"
+    if number in IN_THE_WAY:
+        return f"{where}a file is where a folder is needed: choose another path"
     return f"{reason}: check the path and run the command again"

@@ -33,6 +33,20 @@ def naming_the_limit(model: nn.Module, tokens: int) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def generating_by(model: Any, settings: GenerationConfig) -> Iterator[None]:
+    """Let a model generate by these settings alone.
+
+    Its own, such as a repetition penalty or beams, would fill in what settings that are passed to
+    ``generate`` leave open.
+    """
+    own, model.generation_config = model.generation_config, settings
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
 class FiniteScores(LogitsProcessor):
     """Stops a generation at NaN or infinity, which would be read as a token like any other."""
 
@@ -67,7 +81,6 @@ def greedy_answers(
     pad = tokenizer.pad_token_id
     if pad is None:
         pad = ends[0] if isinstance(ends, list) else ends
-    # An object, as options are refused for models whose configuration has some of its own.
     settings = GenerationConfig(
         do_sample=False,
         max_new_tokens=max_new_tokens,
@@ -78,11 +91,10 @@ def greedy_answers(
     # Not inference mode: what a model keeps, such as frequencies, may be used in training next.
     limit = naming_the_limit(model, prompts.shape[1] + max_new_tokens)
     reminders = "transformers.generation.stopping_criteria"  # of the training length
-    with torch.no_grad(), limit, without_warnings(reminders):
+    with torch.no_grad(), limit, without_warnings(reminders), generating_by(model, settings):
         output = generate(
             prompts,
             attention_mask=torch.ones_like(prompts),
-            generation_config=settings,
             logits_processor=[FiniteScores()],
             synced_gpus=together,  # processes that share the weights make as many passes
             **({} if cache is None else {CACHE: cache}),

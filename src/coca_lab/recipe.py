@@ -268,7 +268,9 @@ def _check_data(data: DataRecipe) -> None:
 def _check_validation(validation: ValidationRecipe) -> None:
     prompts = validation.passkeys or validation.needles
     if prompts and validation.every is None:
-        raise UserError("passkeys and needles are asked for in validation: set validation.every")
+        raise UserError(
+            "passkeys and needles are asked for in validation: set validation.every, or both to 0"
+        )
     if validation.lengths and not prompts:
         raise UserError("lengths are those of prompts: set validation.passkeys or needles")
 

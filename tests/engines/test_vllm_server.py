@@ -12,7 +12,7 @@ from coca_attention import convert
 from coca_attention.models import Roles
 from coca_lab.export.llama_cpp import serve
 from families import vanilla
-from natives import VOCABULARY, answered_passkeys, exported, saved
+from natives import VOCABULARY, answered_passkeys, exported, penalised, saved
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / "build" / "engines" / "bin" / "python"
@@ -56,7 +56,8 @@ def test_streamed_clients_get_the_same_text_alone_and_at_once(tmp_path):
 @pytest.mark.skipif(not TRAINED.is_dir(), reason="needs coca train recipes/native-1m.yaml")
 def test_equal_answers_here_and_behind_every_server(tmp_path):
     pytest.importorskip("xllamacpp", reason="llama.cpp as its authors publish it")
-    folder = exported(TRAINED, tmp_path / "native", "--gguf", "--context", "1024")
+    folder = exported(TRAINED, tmp_path / "exported", "--gguf", "--context", "1024")
+    folder = penalised(folder, tmp_path / "native")
     asked = partial(answered_passkeys, folder, 512, 20)
     records = {"here": asked(tmp_path / "here.json")}
     with serving(folder, tmp_path / "log", "--max-num-seqs", 8, *OVERRIDES) as (address, _):

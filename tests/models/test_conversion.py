@@ -107,7 +107,7 @@ def test_a_refused_conversion_does_not_change_the_model(family, arguments, messa
 
 
 def test_converted_adapted_and_unloaded_models_are_refused():
-    with pytest.raises(ValueError, match="is already a CoCA model"):
+    with pytest.raises(ValueError, match="start from the model that it was made"):
         convert(convert(vanilla("Llama")))
     adapted = peft.get_peft_model(vanilla("Llama"), peft.LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ValueError, match="merge the adapters first"):
@@ -258,7 +258,7 @@ def test_convert_from_folder_to_folder(family, auto, tmp_path, capsys, tokenizer
         ),
         (["bare", "target", "--from-original"], "no weights could be loaded"),
         (["source", "source/inside"], "is inside the source"),
-        (["source", "source"], "exists and is not empty"),
+        (["source", "source"], "is a file or has content"),
         (["source", "."], "is or contains the current folder"),
     ],
 )
@@ -316,7 +316,7 @@ def test_a_kill_while_writing_leaves_no_model(tmp_path):
     ("owner", "moment", "winner", "message"),
     [
         (PreTrainedModel, "save_pretrained", "magnitude", "target is in use by another process"),
-        (folders, "convert", "strict", "target exists and is not empty"),
+        (folders, "convert", "strict", "target is a file or has content"),
     ],
 )
 def test_of_two_conversions_to_one_target_the_first_to_write_wins(

@@ -191,7 +191,10 @@ def _find_family(model: PreTrainedModel) -> tuple[Family, type]:
             "CoCAAttention as its attention layer"
         )
     if isinstance(model, CollinearHead | CollinearModel):
-        raise UserError(f"{name} is already a CoCA model")
+        raise UserError(
+            f"{name} has its attention from this package already, by convert or extend_context: "
+            "start from the model that it was made from"
+        )
     if isinstance(model.base_model, CollinearModel):
         raise UserError(
             f"the decoder of this {name} was converted separately: convert the language model "

@@ -23,6 +23,9 @@ WAITS = (1.0, 4.0, 16.0)
 """Seconds before a request is repeated that found no server, or a busy or broken one."""
 TIMEOUT = 3600.0
 """Seconds in which an answer has to begin."""
+NO_PENALTY = {"frequency_penalty": 0, "repetition_penalty": 1, "repeat_penalty": 1}
+"""In place of those of the model's own generation settings: as Transformers' server, vLLM with
+SGLang, and llama.cpp call it. A server that refuses one of these names is asked without it."""
 BUSY = (408, 429, 500, 502, 503, 504)
 """Statuses after which a request is repeated."""
 
@@ -36,15 +39,17 @@ class Endpoint:
             variable OPENAI_API_KEY is its key, if it needs one.
         model: What the server calls the model.
         requests: Number of requests at once.
+        no_penalty: What the server takes of `NO_PENALTY`.
         failed: Why it does not answer any more.
-        warned: Whether it was said that a request is repeated.
+        warned: Of what it was warned, once for all prompts.
     """
 
     url: str
     model: str
     requests: int = 8
+    no_penalty: dict[str, int] = field(default_factory=NO_PENALTY.copy, repr=False)
     failed: UserError | None = field(default=None, repr=False)
-    warned: bool = field(default=False, repr=False)
+    warned: set[str] = field(default_factory=set, repr=False)
 
     def __post_init__(self) -> None:
         self.url = self.url.rstrip("/")
@@ -64,21 +69,20 @@ class Endpoint:
             return [*pool.map(lambda prompt: self._answer(tokenizer, prompt, most), prompts)]
 
     def _answer(self, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, most: int) -> str:
-        said = self._ask(
-            {
-                "model": self.model,
-                "prompt": as_sent(tokenizer, prompt),
-                "max_tokens": most,
-                "temperature": 0,
-            }
-        )
+        sent = as_sent(tokenizer, prompt)
+        asked = {"model": self.model, "prompt": sent, "max_tokens": most, "temperature": 0}
+        said = self._ask(asked)
         try:
             text, read = said["choices"][0]["text"], (said.get("usage") or {}).get("prompt_tokens")
         except (KeyError, IndexError, TypeError, AttributeError):
             text = read = None
         if not isinstance(text, str):
             raise self._error(f"expected a completion, got {_short(json.dumps(said))}")
-        if read is not None and read != len(prompt.ids):
+        if read is None:
+            self._warn("usage", "without usage.prompt_tokens, cut prompts are not noticed")
+        elif not isinstance(read, int):
+            raise self._error(f"expected a number of prompt_tokens, got {_short(json.dumps(read))}")
+        elif read != len(prompt.ids):
             raise self._error(
                 f"it read {read} tokens of a prompt of {len(prompt.ids)}: give the folder of its "
                 "own tokenizer, and a length that it takes"
@@ -89,29 +93,38 @@ class Endpoint:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
-        request = Request(f"{self.url}/completions", json.dumps(body).encode(), headers)
         problem = said = ""
         for wait in (*WAITS, None):
             if self.failed is not None:
                 raise self.failed
+            sent = body | self.no_penalty
+            request = Request(f"{self.url}/completions", json.dumps(sent).encode(), headers)
             try:
                 with urlopen(request, timeout=TIMEOUT) as response:
                     said = response.read().decode(errors="replace")
                 return json.loads(said)
             except HTTPError as error:
                 problem = f"status {error.code}: {_short(error.read().decode(errors='replace'))}"
+                if refused := [name for name in NO_PENALTY if name in sent and name in problem]:
+                    kept = self.no_penalty.items()
+                    self.no_penalty = {name: value for name, value in kept if name not in refused}
+                    continue
                 if error.code not in BUSY:
                     raise self._error(problem) from error
             except ValueError as error:
                 raise self._error(f"expected JSON, got {_short(said)}") from error
             except (OSError, HTTPException) as error:
                 problem = f"no answer ({error or type(error).__name__})"
-            if wait is not None and not self.warned:
-                self.warned = True  # once, however many prompts wait
-                log.warning(f"{self.url}: {problem}; asking again, up to {len(WAITS)} times")
+            if wait is not None:
+                self._warn("again", f"{problem}; asking again, up to {len(WAITS)} times")
             time.sleep(wait or 0)
         self.failed = self._error(f"{problem}, {len(WAITS) + 1} times")
         raise self.failed
+
+    def _warn(self, about: str, problem: str) -> None:
+        if about not in self.warned:
+            self.warned.add(about)
+            log.warning("%s", self._error(problem))
 
     def _error(self, problem: str) -> UserError:
         return UserError(f"{self.url} ({self.model}): {problem}")

@@ -14,10 +14,10 @@ from coca_attention.errors import UserError
 from coca_lab.data.ruler import ask_for_ruler
 from coca_lab.data.tasks import Prompt, ask_for_passkeys
 from coca_lab.evaluation import endpoint as module
-from coca_lab.evaluation.endpoint import Endpoint, as_sent
+from coca_lab.evaluation.endpoint import NO_PENALTY, Endpoint, as_sent
 from coca_lab.export.llama_cpp import serve
 from commands import run, serving
-from natives import exported, roles, saved
+from natives import exported, penalised, roles, saved
 
 
 def completion(text=" 12345", **usage):
@@ -73,7 +73,25 @@ def test_a_prompt_is_sent_as_openai_says(tokenizer, monkeypatch):
     ((path, headers, body),) = read
     assert path == "/v1/completions" and headers["Authorization"] == "Bearer secret"
     text = tokenizer.decode(prompts[0].ids)
-    assert body == {"model": "m", "prompt": text, "max_tokens": 7, "temperature": 0}
+    asked = {"model": "m", "prompt": text, "max_tokens": 7, "temperature": 0}
+    assert body == asked | NO_PENALTY
+
+
+def test_a_server_is_asked_without_the_penalties_that_it_does_not_know(tokenizer):
+    refused = 422, "Unexpected fields: {'repeat_penalty', 'repetition_penalty'}"
+    with server(refused, completion()) as (url, read):
+        endpoint = Endpoint(url, "m")
+        assert endpoint.answers(tokenizer, prompts_of(tokenizer), 7) == [" 12345"]
+        assert endpoint.answers(tokenizer, prompts_of(tokenizer), 7) == [" 12345"]
+    sent = [NO_PENALTY.keys() & body for _, _, body in read]
+    assert sent == [NO_PENALTY.keys(), {"frequency_penalty"}, {"frequency_penalty"}]
+
+
+def test_a_server_that_counts_no_tokens_is_warned_of(tokenizer, caplog):
+    with server(completion()) as (url, _):
+        Endpoint(url, "m").answers(tokenizer, prompts_of(tokenizer, 3), 7)
+    (said,) = caplog.messages
+    assert "cut prompts are not noticed" in said
 
 
 def test_a_text_is_sent_only_if_it_has_the_same_tokens(tokenizer):
@@ -113,6 +131,7 @@ def test_busy_servers_are_asked_again(tokenizer):
         ((200, '{"choices": []}'), 'expected a completion, got {"choices": \\[\\]}', 1),
         ((200, '{"choices": [{"text": null}]}'), 'expected a completion, got {"choices"', 1),
         ((200, "[1]"), "expected a completion, got \\[1\\]", 1),
+        (completion(prompt_tokens="300"), 'expected a number of prompt_tokens, got "300"', 1),
         (completion(prompt_tokens=256), "it read 256 tokens of a prompt of 300: give the", 1),
     ],
 )
@@ -198,9 +217,10 @@ def assert_answers_alike(capsys, words, served, output):
 @pytest.mark.slow
 def test_coca_serve_answers_as_the_model_does_here(capsys, model_folder, tmp_path):
     pytest.importorskip("uvicorn", reason="Transformers' server is an extra")
-    words = [model_folder, "--lengths", "300,301", "--samples", "8", "--max-new-tokens", "12"]
-    with serving(model_folder, tmp_path / "log", "--context", "2048") as (url, _):
-        at = ["--endpoint", f"{url}/v1", "--model", str(model_folder), "--requests", "2"]
+    folder = penalised(model_folder, tmp_path / "model")
+    words = [folder, "--lengths", "300,301", "--samples", "8", "--max-new-tokens", "12"]
+    with serving(folder, tmp_path / "log", "--context", "2048") as (url, _):
+        at = ["--endpoint", f"{url}/v1", "--model", str(folder), "--requests", "2"]
         assert_answers_alike(capsys, words, at, tmp_path / "r.json")
 
 

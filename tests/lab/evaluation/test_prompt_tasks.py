@@ -8,7 +8,13 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from coca_lab.arguments import checked
 from coca_lab.data import Document, train_tokenizer
@@ -26,6 +32,7 @@ from coca_lab.data.tasks import (
 from coca_lab.data.text import END_OF_TEXT
 from coca_lab.evaluation import Model, RotaryScaling, evaluate
 from coca_lab.evaluation.retrieval import PASSKEY_TASK, RULER_TASK, PasskeySettings
+from coca_lab.generation import greedy_answers
 from coca_lab.recipe import Recipe
 from coca_lab.studies import load_study, run_study
 from coca_lab.training.retrieval import load_retrieval
@@ -132,6 +139,26 @@ def test_batches_caches_and_evaluations_before_change_nothing(tokenizer):
     assert outputs(batch_tokens=8 * 300) == plain
     assert outputs(batch_tokens=8 * 300, use_cache=False) == plain
     assert outputs(seed=1) != plain
+
+
+def test_answers_are_greedy_whatever_the_models_own_settings_are(tokenizer):
+    model = tiny_model("llama-slack")
+    ids = torch.tensor([prompt.ids for prompt in ask_for_passkeys(tokenizer, 300, range(4))])
+    expected = ids
+    for _ in range(8):
+        last = model(expected).logits[:, -1]
+        expected = torch.cat((expected, last.argmax(-1, keepdim=True)), -1)
+    answers = tokenizer.batch_decode(expected[:, 300:], skip_special_tokens=True)
+    for own in (
+        {"repetition_penalty": 1.5},
+        {"no_repeat_ngram_size": 1},
+        {"num_beams": 3},
+        {"suppress_tokens": expected[:, 300].tolist()},
+        {"do_sample": True, "temperature": 9.0},
+    ):
+        model.generation_config = before = GenerationConfig(**own)
+        assert greedy_answers(model, tokenizer, ids, max_new_tokens=8) == answers, own
+        assert model.generation_config is before
 
 
 def test_reading_beyond_the_training_length_on_purpose_prints_no_reminder(words, caplog):

@@ -155,7 +155,7 @@ def test_other_options_of_a_conversion_and_another_start_convert_again(base, tex
     assert len(set(found)) == 4
     # What the study has not converted is never replaced.
     (tmp_path / "out" / "made" / "conversion.json").unlink()
-    with pytest.raises(UserError, match=r"made: .*exists and is not empty"):
+    with pytest.raises(UserError, match=r"made: .*is a file or has content"):
         run(tmp_path, {"made": {**options, "convert.form": "slack"}}, text)
 
 
