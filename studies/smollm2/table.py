@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from coca_lab.data.ruler import RULER_TASKS
@@ -41,17 +40,23 @@ def scores() -> Iterator[list[str]]:
     """RULER's scores in percent by length and method, and their mean over the tasks."""
     lines = pd.read_json(RESULTS / "ruler.jsonl", lines=True)
     tasks = [task for task in RULER_TASKS if task in set(lines.text)]
-    yield ["tokens", "method", *tasks, "mean"]
-    for length, asked in lines.groupby("length"):
-        # A row for every task, a column for every method: lists of the same prompts' scores.
-        found = asked.pivot(index="text", columns="method", values="scores")
+    yield ["tokens", "method", "prompts", *tasks, "mean", "minus limited distances"]
+    for (length, dtype), asked in lines.groupby(["length", "dtype"], sort=False):
+        # By method a table of tasks and prompts; methods answer the same prompts.
+        found = {
+            method: 100 * pd.DataFrame([*read.scores], read.text)
+            for method, read in asked.groupby("method")
+        }
         for method in [name for name in ORDER if name in found]:
-            asks = found[method].dropna()
-            table = 100 * np.array([*asks])  # tasks, prompts
-            by_task = dict(zip(asks.index, map("{:.0f}".format, table.mean(1)), strict=True))
+            table, difference = found[method], ""
             # Prompts of different tasks are independent, so the i-th of all tasks are one draw.
-            mean = mean_and_interval(table.mean(0).tolist(), "{:.0f}".format)
-            yield [f"{length:,}", method, *(by_task.get(task, "") for task in tasks), mean]
+            mean = mean_and_interval(table.mean().tolist(), "{:.0f}".format)
+            if REFERENCE in found and method != REFERENCE:
+                paired = (table - found[REFERENCE]).dropna(axis=1)
+                difference = mean_and_interval(paired.mean().tolist(), "{:+.0f}".format)
+            by_task = dict(zip(table.index, map("{:.0f}".format, table.mean(axis=1)), strict=True))
+            figures = [*(by_task.get(task, "") for task in tasks), mean, difference]
+            yield [f"{length:,} ({dtype})", method, str(table.shape[1]), *figures]
 
 
 if __name__ == "__main__":
