@@ -78,7 +78,7 @@ def test_limited_distances_change_nothing_up_to_their_limit_and_say_what_they_re
     model, ids = vanilla("Llama").double(), some_tokens(vanilla("Llama"), length=40)
     before = logits(model, ids)
     assert extend_context(model, max_distance=40) is model
-    with pytest.raises(UserError, match="already a CoCA model"):
+    with pytest.raises(UserError, match="start from the model that it was made"):
         extend_context(model)
     assert difference(logits(model, ids), before) < 1e-6
     assert model.config.max_position_embeddings == 256 and training_length(model.config) == 64
