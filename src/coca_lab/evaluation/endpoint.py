@@ -39,7 +39,7 @@ class Endpoint:
             variable OPENAI_API_KEY is its key, if it needs one.
         model: What the server calls the model.
         requests: Number of requests at once.
-        no_penalty: What the server takes of `NO_PENALTY`.
+        refused: Names of `NO_PENALTY` that the server does not take.
         failed: Why it does not answer any more.
         warned: Of what it was warned, once for all prompts.
     """
@@ -47,7 +47,7 @@ class Endpoint:
     url: str
     model: str
     requests: int = 8
-    no_penalty: dict[str, int] = field(default_factory=NO_PENALTY.copy, repr=False)
+    refused: set[str] = field(default_factory=set, repr=False)
     failed: UserError | None = field(default=None, repr=False)
     warned: set[str] = field(default_factory=set, repr=False)
 
@@ -70,8 +70,9 @@ class Endpoint:
 
     def _answer(self, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, most: int) -> str:
         sent = as_sent(tokenizer, prompt)
-        asked = {"model": self.model, "prompt": sent, "max_tokens": most, "temperature": 0}
-        said = self._ask(asked)
+        said = self._ask(
+            {"model": self.model, "prompt": sent, "max_tokens": most, "temperature": 0}
+        )
         try:
             text, read = said["choices"][0]["text"], (said.get("usage") or {}).get("prompt_tokens")
         except (KeyError, IndexError, TypeError, AttributeError):
@@ -97,7 +98,7 @@ class Endpoint:
         for wait in (*WAITS, None):
             if self.failed is not None:
                 raise self.failed
-            sent = body | self.no_penalty
+            sent = body | {n: value for n, value in NO_PENALTY.items() if n not in self.refused}
             request = Request(f"{self.url}/completions", json.dumps(sent).encode(), headers)
             try:
                 with urlopen(request, timeout=TIMEOUT) as response:
@@ -105,9 +106,8 @@ class Endpoint:
                 return json.loads(said)
             except HTTPError as error:
                 problem = f"status {error.code}: {_short(error.read().decode(errors='replace'))}"
-                if refused := [name for name in NO_PENALTY if name in sent and name in problem]:
-                    kept = self.no_penalty.items()
-                    self.no_penalty = {name: value for name, value in kept if name not in refused}
+                if refused := {name for name in NO_PENALTY if name in sent and name in problem}:
+                    self.refused |= refused
                     continue
                 if error.code not in BUSY:
                     raise self._error(problem) from error
