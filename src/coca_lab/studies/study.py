@@ -254,13 +254,14 @@ def study_parser(shown: Collection[str] = ()) -> SettingsParser:
 def load_study(name: str | Path, words: Sequence[str] = ()) -> Study:
     """A checked study from a YAML file or by its name, with words that override it.
 
-    Fields of recipes, such as ``--training.steps 50``, are set for all models.
+    Seeds, and fields of recipes such as ``--training.steps 50``, are set for all models and sizes.
     """
     options, rest = _recipe_words(words)
     sections: Any = {"kind": "study", "program": "coca study", "sections": _task_sections()}
     study = read_settings(Study, name, rest, **sections)
+    seeds = {"seeds" for word in rest if word.partition("=")[0] == "--seeds"}
     for each in (*study.models.values(), *study.sizes.values()):
-        for option in options.keys() & each.keys():
+        for option in (seeds | options.keys()) & each.keys():
             del each[option]
     study.options |= options
     return study

@@ -150,12 +150,15 @@ def test_what_has_changed_is_evaluated_again_or_refused(small, finished, tmp_pat
 
 
 def test_sizes_have_seeds_of_their_own(small, tmp_path):
-    sizes = "--sizes={small: {}, large: {model.hidden_size: 32, seeds: [1]}}"
-    study = load_study(small, [sizes, "--seeds=0,1"])
-    assert [trial.folder for trial in study.trials(tmp_path)] == [
+    sizes = "--sizes={small: {seeds: [0, 1]}, large: {model.hidden_size: 32, seeds: [1]}}"
+    assert [trial.folder for trial in load_study(small, [sizes]).trials(tmp_path)] == [
         "none-small", "some-small", "none-large-seed-1", "some-large-seed-1",
         "none-small-seed-1", "some-small-seed-1",
     ]  # fmt: skip
+    for words in (["--seeds=2"], ["--seeds", "2"]):  # of all models and sizes
+        trials = load_study(small, [sizes, *words]).trials(tmp_path)
+        assert [trial.seed for trial in trials] == [2, 2, 2, 2]
+    sizes = sizes.replace("seeds: [0, 1]", "seeds: [0]")
     found = run(small, [*ONE, sizes], tmp_path)
     parameters = {c["size"]: c["parameters"] for c in found["results"]}
     assert parameters["small"] < parameters["large"]
