@@ -25,7 +25,7 @@ import torch
 
 from coca_lab.data.ruler import RULER_TASKS
 
-METHODS = "base,dynamic,yarn,rerope,self-extend-4096"
+METHODS = "base,dynamic,yarn,rerope,self-extend-4096,leaky"
 STUDY = "-m coca_lab.cli study {name} --output {output}/{name}"
 
 

@@ -112,6 +112,7 @@ MODELS = {
     "roles with a decay": ("GPT-NeoX", "rope", {"roles": Roles("lg", window=6, decay=1.0)}),
     "limited": ("Llama", "rope", {"max_distance": 11}),
     "limited strict": ("Mistral", "strict", {"max_distance": 5}),
+    "leaky": ("Llama", "strict", {"max_distance": 11}),
     "limited in some layers": ("Gemma 3", "rope", {"max_distance": 11}),
 }
 
@@ -119,7 +120,10 @@ MODELS = {
 def made(name: str):
     """One of `MODELS`."""
     family, form, changes = MODELS[name]
-    return convert(vanilla(family), form, **changes).eval()
+    model = convert(vanilla(family), form, **changes).eval()
+    if name == "leaky":
+        model.config.rope_parameters["leak"] = 0.3
+    return model
 
 
 def reloaded(model, folder, auto=AutoModelForCausalLM):

@@ -132,6 +132,7 @@ def coca_attention(
     scale: float | None = None,
     bias: Tensor | None = None,
     max_distance: int | None = None,
+    leak: float = 0.0,
 ) -> Tensor:
     """`coca_attention.ops.coca_attention` from the printed equations, in float64.
 
@@ -148,11 +149,12 @@ def coca_attention(
     if max_distance is None:
         found = scores(form, q, t, m, n, theta)
     else:
-        # For every query the keys that are farther away move to the largest distance.
-        rows = [
-            scores(form, q[..., [row], :], t, at[None], n.maximum(at - max_distance), theta)
-            for row, at in enumerate(m)
-        ]
+        # For every query the keys that are farther away move closer.
+        rows, limit = [], max_distance
+        for row, at in enumerate(m):
+            away = (at - n).double()
+            near = at - away.where(away < limit, limit + leak * (away - limit))
+            rows.append(scores(form, q[..., [row], :], t, at[None], near, theta))
         found = torch.cat(rows, dim=-2)
     factor = width**-0.5 if scale is None else scale
     return attention(found, v, scale=factor, is_causal=is_causal, bias=bias)

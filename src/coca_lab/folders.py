@@ -27,7 +27,7 @@ from coca_attention.models.configuration import (
     training_length,
 )
 from coca_attention.models.conversion import Conversion, convert, load_original
-from coca_attention.models.extension import extend_context, extended_lengths
+from coca_attention.models.extension import LIMITING, extend_context, extended_lengths
 from coca_lab.files import belongs_to, check_can_be_written, known_problem, writing
 from coca_lab.loading import load_model, model_without_weights, no_progress_bars, weight_files
 
@@ -52,6 +52,7 @@ ORIGINS = {
     "temperature": "[log n scaling](https://kexue.fm/archives/8823)",
     "decay": "[KERPLE](https://arxiv.org/abs/2205.09921)",
     "max_distance": "[ReRoPE](https://github.com/bojone/rerope)",
+    "leak": "[Leaky ReRoPE](https://kexue.fm/archives/9708)",
     "yarn": "[YaRN](https://arxiv.org/abs/2309.00071)",
 }
 """By score form or rotary parameter, where its idea is from (docs/related-work.md)."""
@@ -110,7 +111,7 @@ def extend_folder(
     model = model_without_weights(source, "auto", any_head=True)
     length, to = extended_lengths(model.config, lengths.get("to"), lengths.get("length"))
     extend_context(model, method, **lengths)
-    kept = method != "limited" and dtype == "auto"
+    kept = method not in LIMITING and dtype == "auto"
     if not kept:
         model = load_model(source, dtype=dtype, device="cpu", any_head=True)
         extend_context(model, method, **lengths)

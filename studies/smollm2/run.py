@@ -30,7 +30,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from coca_attention import convert, set_rotary_scaling
+from coca_attention import convert, extend_context, set_rotary_scaling
 from coca_attention.models import training_length
 from coca_lab.data.documents import text_fingerprint
 from coca_lab.data.ruler import ANSWER_TOKENS, RulerTask, ask_for_ruler, string_match
@@ -58,6 +58,11 @@ def limited(max_distance: int | None = None) -> Change:
     return lambda model, length: convert(model, "rope", max_distance=max_distance)
 
 
+def leaky(model: PreTrainedModel, length: int) -> None:
+    """Leaky ReRoPE, for twice the training length or as far as the text needs."""
+    extend_context(model, "leaky", to=max(length, 2 * (training_length(model.config) or 0)))
+
+
 def scaled(kind: str) -> Change:
     """A rotary scaling with the factor that the length needs."""
 
@@ -73,6 +78,7 @@ METHODS: dict[str, Change] = {
     "base": lambda model, length: None,
     "dynamic": scaled("dynamic"),
     "yarn": scaled("yarn"),
+    "leaky": leaky,
     "rerope": limited(),
     "rerope-4096": limited(4096),
     "rerope-2048": limited(2048),
@@ -239,7 +245,7 @@ def main(words: Sequence[str] | None = None) -> None:
         "books",
         help=".jsonl.xz with id and text; RULER's filler is the first; for save the new folder",
     )
-    parser.add_argument("--methods", default="base,dynamic,yarn,rerope,self-extend-4096")
+    parser.add_argument("--methods", default="base,dynamic,yarn,rerope,self-extend-4096,leaky")
     parser.add_argument("--lengths", default="8192,12288,16384", type=_numbers)
     parser.add_argument("--tasks", default=",".join(ANSWER_TOKENS), help="of RULER")
     parser.add_argument("--count", type=int, default=8, help="number of books, or prompts a task")

@@ -15,7 +15,7 @@ from studies.pages import markdown, mean_and_interval, write_tables
 RESULTS = Path("results/smollm2")
 REFERENCE = "rerope"
 ORDER = [
-    "base", "dynamic", "yarn", "self-extend-4096", "self-extend-1024", "rerope", "limited",
+    "base", "dynamic", "yarn", "self-extend-4096", "self-extend-1024", "leaky", "rerope", "limited",
     "rerope-4096", "rerope-2048", "drope",
 ]  # fmt: skip
 

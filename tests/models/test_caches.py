@@ -26,6 +26,7 @@ PIECES = {
     "temperature": ("slack", {}, {"temperature": 16}),
     "decay": ("strict", {}, {"decay": 1.5, "decay_length": 4.0}),
     "max_distance": ("strict", {"max_distance": 11}, {}),
+    "leak": ("strict", {"max_distance": 11}, {"leak": 0.3}),
     "roles": (
         "slack",
         {"free_pairs": {LOCAL: 0, GLOBAL: 4}},

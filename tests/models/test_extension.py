@@ -14,13 +14,15 @@ from coca_attention.models import training_length
 from coca_attention.models.configuration import rope_parameters, rotation
 from coca_attention.models.extension import extended
 from coca_attention.models.folding import fold_temperature
-from coca_attention.testing import difference, logits, some_tokens
+from coca_attention.testing import decoded_logits, difference, logits, some_tokens
 from coca_lab.evaluation.task import RotaryScaling
 from covering import mostly_slow
-from families import FAMILIES, VARIED, vanilla
+from families import FAMILIES, VARIED, reloaded, vanilla
 from natives import cohere
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+LONGER = DYNAMIC | {"original_max_position_embeddings": 16}
 STOCK = ["yarn", "dynamic", "ntk"]
 STOCKED = [name for name in FAMILIES if name != "Phi-3"]
 READ = """
@@ -85,9 +87,23 @@ def test_limited_distances_change_nothing_up_to_their_limit_and_say_what_they_re
     assert rotation(model.config).max_distance == 40
 
 
+@pytest.mark.parametrize("family", ["Llama", "Gemma 3"])
+def test_leaking_distances_stay_below_the_training_length(family, tmp_path):
+    model = extend_context(vanilla(family), "leaky", to=160)
+    turning = rotation(model.config, "full_attention")
+    near, leak = turning.max_distance, turning.leak
+    assert (near, turning.temperature) == (32, None) and near + leak * (160 - near) == 64
+    assert model.config.max_position_embeddings == 160
+    ids = some_tokens(model, length=160)
+    again = reloaded(model, tmp_path)
+    assert difference(logits(again, ids), logits(model, ids)) < 1e-6
+    changed = difference(logits(vanilla(family), ids), logits(model, ids))
+    assert difference(logits(model, ids[:, :32]), logits(vanilla(family), ids[:, :32])) < 1e-6
+    assert difference(decoded_logits(model, ids), logits(model, ids)) < 1e-5 < changed
+
+
 def test_rules_that_follow_the_number_of_positions_keep_it():
-    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    model = vanilla("Llama", rope_parameters=rope)
+    model = vanilla("Llama", rope_parameters=DYNAMIC)
     ids = some_tokens(model, length=60)
     before = logits(model, ids)
     assert difference(logits(extend_context(model), ids), before) < 1e-6
@@ -111,11 +127,17 @@ def test_a_model_is_extended_for_a_while(method):
     ("family", "changes", "settings", "message"),
     [
         ("Llama", {}, {"method": "yarm"}, "method must be one of limited, .* did you mean yarn"),
-        ("Llama", {}, {"method": "yarn", "max_distance": 8}, "limits no distances"),
+        (
+            "Llama",
+            {},
+            {"method": "yarn", "max_distance": 8},
+            "for method limited: leave it out with yarn",
+        ),
         ("Llama", {}, {"to": 64}, "the tokens to read, must be a whole number from 65"),
         ("Llama", {"rope_parameters": YARN}, {"method": "ntk"}, "replace the yarn scaling"),
         ("Phi-3", {}, {"method": "yarn"}, "phi3 cannot be saved with yarn"),
         ("Llama", {}, {"max_distance": 65}, "at most the training length of 64"),
+        ("Llama", {"rope_parameters": LONGER}, {"method": "leaky"}, "dynamic scaling: choose lim"),
     ],
 )
 def test_what_cannot_be_extended_stays_as_it_is(family, changes, settings, message):

@@ -16,6 +16,7 @@ from operands import Largest
 KINDS = {
     "roles": {"roles": Roles("lg", window=6, decay=1.0)},
     "limited": {"max_distance": 16},
+    "leaky": {"max_distance": 16},
     "windows": {},
     "neither": {},
 }
@@ -24,7 +25,9 @@ KINDS = {
 def model_of(kind, family="Llama"):
     windows = ["sliding_attention" if kind == "windows" else "full_attention"] * 2
     changes = {"layer_types": windows} if family == "Qwen2" else {}
-    return convert(vanilla(family, **changes), "strict", **KINDS[kind]).double().eval()
+    model = convert(vanilla(family, **changes), "strict", **KINDS[kind]).double().eval()
+    model.config.rope_parameters |= {"leak": 0.3} if kind == "leaky" else {}
+    return model
 
 
 def hidden(case, ids):
@@ -49,6 +52,7 @@ CASES = [
     *(("roles", f, ("padding", "packing")[i % 2]) for i, f in enumerate(VARIED)),
     ("limited", "Llama", "padding"),
     ("limited", "GPT-NeoX", "packing"),
+    ("leaky", "Mistral", "packing"),
     ("windows", "Qwen2", "padding"),
     ("neither", "GLM-4", "packing"),
 ]
@@ -78,7 +82,7 @@ def test_outputs_and_gradients_are_those_of_whole_masks(kind, family, case, monk
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral"])
-@pytest.mark.parametrize("kind", ["roles", "limited", "neither"])
+@pytest.mark.parametrize("kind", ["roles", "limited", "leaky", "neither"])
 def test_padded_prompts_are_read_in_pieces(kind, family):
     model = model_of(kind, family)
     ids = some_tokens(model, batch=2, length=40)
@@ -93,7 +97,9 @@ def test_padded_prompts_are_read_in_pieces(kind, family):
 
 @pytest.mark.parametrize(
     ("kind", "family"),
-    mostly_slow([("limited", "GPT-NeoX"), ("roles", "GLM-4")], [("limited", "GPT-NeoX")]),
+    mostly_slow(
+        [("limited", "GPT-NeoX"), ("leaky", "Llama"), ("roles", "GLM-4")], [("limited", "GPT-NeoX")]
+    ),
 )
 def test_one_graph_without_breaks_and_training(kind, family):
     assert_compiles_and_trains(model_of(kind, family).float())
@@ -101,7 +107,7 @@ def test_one_graph_without_breaks_and_training(kind, family):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["plain", "padding"])
-@pytest.mark.parametrize("kind", ["roles", "limited"])
+@pytest.mark.parametrize("kind", ["roles", "limited", "leaky"])
 def test_one_graph_serves_all_lengths(kind, case, monkeypatch):
     """One for the first length, which torch.compile takes for fixed, and one for all others."""
     model = model_of(kind)

@@ -14,6 +14,7 @@ from coca_attention.models.configuration import (
     attention_of,
     made_for,
     original_length,
+    rope_parameters,
     rotation,
 )
 from coca_attention.ops import coca_attention
@@ -26,9 +27,11 @@ from public_models import CASES
 LIMIT = 11
 
 
-def limited(family, form="rope", **changes):
+def limited(family, form="rope", leak=None, **changes):
     changes.setdefault("max_distance", LIMIT)
-    return convert(vanilla(family), form, **changes).double().eval()
+    model = convert(vanilla(family), form, **changes).double().eval()
+    rope_parameters(model.config).update({"leak": leak} if leak else {})
+    return model
 
 
 @pytest.mark.parametrize("family", mostly_slow(FAMILIES, [*VARIED, "Gemma 3"]))
@@ -125,9 +128,10 @@ def test_a_window_that_the_family_ignores_is_none():
     assert torch.equal(*(logits(model, ids) for model in models))
 
 
+@pytest.mark.parametrize("leak", [None, 0.3])
 @pytest.mark.parametrize("family", VARIED)
-def test_a_layer_is_the_operator(family):
-    model, calls = limited(family, "magnitude"), []
+def test_a_layer_is_the_operator(family, leak):
+    model, calls = limited(family, "magnitude", leak), []
     ids = some_tokens(model, length=30)
     layer = attentions(model)[-1]
     output = layer.get_submodule(layer.layout.output_name)
@@ -137,7 +141,7 @@ def test_a_layer_is_the_operator(family):
     output.register_forward_pre_hook(lambda m, a: calls.append(a[0]))
     logits(model, ids)
     turning = rotation(model.config, getattr(layer, "layer_type", None))
-    assert turning.max_distance == LIMIT
+    assert (turning.max_distance, turning.leak) == (LIMIT, leak)
     options = {"interleaved": layer.layout.interleaved, "scale": layer.scaling}
     with torch.no_grad():
         tensors = layer.project(calls[0])

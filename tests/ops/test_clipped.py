@@ -15,7 +15,7 @@ from coca_attention.ops import (
 )
 from coca_attention.ops.clipped import attend_clipped, far_query_map
 from coca_attention.ops.parts import document_parts
-from coca_attention.ops.rules import UNSCALED
+from coca_attention.ops.rules import UNSCALED, DynamicNTK
 from covering import covering
 from operands import assert_same_with_gradients, normal, operands
 
@@ -40,7 +40,7 @@ def inputs(free: int, queries: int = 23) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("way", "form_and_free", "interleaved", "queries", "limit", "rule"),
+    ("way", "form_and_free", "interleaved", "queries", "limit", "rule", "leak"),
     covering(
         WAYS,
         [("strict", 0), ("magnitude", 3), ("slack", 8)],
@@ -48,22 +48,25 @@ def inputs(free: int, queries: int = 23) -> list[torch.Tensor]:
         [29, 23, 1],
         [1, 7, 28],
         [UNSCALED, YaRN(factor=4.0, training_length=16)],  # whose magnitude is not 1
+        [None, 0.3],
     ),
 )
-def test_agrees_with_the_oracle(take, way, form_and_free, interleaved, queries, limit, rule):
+def test_agrees_with_the_oracle(take, way, form_and_free, interleaved, queries, limit, rule, leak):
     take(way)
     form, free = form_and_free
     q, t, v = inputs(free, queries)
     options = {"form": form, "interleaved": interleaved}
 
     def limited(distance: int | None) -> torch.Tensor:
-        rotation = Rotation(WIDTH, rule=rule, max_distance=distance)
+        slope = None if distance is None else leak
+        rotation = Rotation(WIDTH, rule=rule, max_distance=distance, leak=slope)
         return coca_attention(q, t, v, rotation=rotation, **options)
 
     with torch.no_grad():  # so that one query is attended to alone
         ours = limited(limit)
     scaling = {"theta": rule.frequencies(WIDTH, 10000.0), "scale": rule.magnitude**2 / 4}
-    expected = oracle.coca_attention(q, t, v, max_distance=limit, **scaling, **options)
+    limits = {"max_distance": limit, "leak": leak or 0.0}
+    expected = oracle.coca_attention(q, t, v, **limits, **scaling, **options)
     assert (ours - expected).abs().max() <= 1e-12
     assert limit == 28 or (ours - limited(None)).abs().max() > 1e-3
     assert torch.equal(limited(29), limited(None))
@@ -212,6 +215,13 @@ def test_errors():
             coca_attention(q, t, v, rotation=rotation, form="strict", **options)
     with pytest.raises(ValueError, match=r"remove decay from rope_parameters in its config\.json"):
         Rotation(WIDTH, max_distance=LIMIT, decay=0.5)
+    with pytest.raises(ValueError, match=r"leak must be a finite number from 0 to 1, got 1\.5"):
+        Rotation(WIDTH, max_distance=LIMIT, leak=1.5)
+    for options in ({}, {"max_distance": LIMIT, "rule": DynamicNTK(2.0, 4)}):
+        with pytest.raises(ValueError, match="leak needs a max_distance"):
+            Rotation(WIDTH, leak=0.5, **options)
+    unchanged = Rotation(WIDTH, max_distance=LIMIT)
+    assert Rotation(WIDTH, max_distance=LIMIT, leak=0.0) == unchanged
 
 
 @pytest.mark.parametrize("way", WAYS[:2])

@@ -1,5 +1,6 @@
 """Reading texts longer than a rotary model was made for, without training."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal, get_args
@@ -8,6 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from coca_attention.errors import UserError, did_you_mean
 from coca_attention.models.configuration import (
+    GLOBAL,
     check_is_computed,
     rope_parameters,
     rotation,
@@ -18,8 +20,10 @@ from coca_attention.models.scaling import rotary_restored, set_rotary_scaling
 from coca_attention.ops import NTK
 from coca_attention.ops.checks import check_whole
 
-Method = Literal["limited", "yarn", "dynamic", "ntk"]
+Method = Literal["limited", "yarn", "dynamic", "ntk", "leaky"]
 METHODS: tuple[Method, ...] = get_args(Method)
+LIMITING: tuple[Method, ...] = ("limited", "leaky")
+"""The methods that limit distances, by this package's attention."""
 
 
 def extend_context(
@@ -40,9 +44,11 @@ def extend_context(
         model: A loaded model of a supported family, with rotary positions as in training.
         method: ``limited``: keys farther back than ``max_distance`` tokens are scored as if they
             were that far back, which changes nothing in texts of up to as many tokens (ReRoPE with
-            log n scaling). ``yarn`` (arXiv 2309.00071) and ``ntk`` (bloc97, 2023: a larger base)
-            stretch slow rotations by ``to / length``, in short texts as well. ``dynamic``
-            (emozilla, 2023) is ntk with the base of the current text.
+            log n scaling). ``leaky``: beyond L / 2 distances grow so slowly that none reaches L
+            (Leaky ReRoPE, Su 2023; Self-Extend, arXiv 2401.01325, rounds them), in short texts as
+            well. ``yarn`` (arXiv 2309.00071) and ``ntk`` (bloc97, 2023: a larger base) stretch slow
+            rotations by ``to / length``, in short texts as well. ``dynamic`` (emozilla, 2023) is
+            ntk with the base of the current text.
         to: The longest text in tokens that the model is to read; by default 4 L.
         length: L, the length in tokens that the model was made for; by default what its
             configuration says.
@@ -66,18 +72,45 @@ def extend_context(
     if method not in METHODS:
         hint = did_you_mean(method, METHODS)
         raise UserError(f"method must be one of {', '.join(METHODS)}, got {method!r}{hint}")
-    if method != "limited":
-        if max_distance is not None:
-            raise UserError(f"method {method} limits no distances: leave out max_distance")
+    if method != "limited" and max_distance is not None:
+        raise UserError(f"max_distance is for method limited: leave it out with {method}")
+    if method not in LIMITING:
         forget_gguf(model)
         _set_rule(model, method, length, to)
         return model
+    if method == "leaky":
+        _check_leak(model.config.get_text_config(), length, to)
     convert(model, "rope", length=length, max_distance=max_distance)
     config: PreTrainedConfig = model.config.get_text_config()
+    limit_distances(config, method, length, to, max_distance)
     # These rules compute from it what they do.
     if rope_parameters(config).get("rope_type") not in ("dynamic", "longrope"):
         config.max_position_embeddings = to
     return model
+
+
+def limit_distances(
+    config: PreTrainedConfig, method: Method, length: int, to: int, max_distance: int | None = None
+) -> None:
+    """Set the limits of a method of `LIMITING` in a configuration with limited distances."""
+    rope = rope_parameters(config)
+    for name in ("temperature", "max_distance", "leak"):
+        rope.pop(name, None)
+    if method == "leaky":
+        near = max(1, length // 2)
+        rope |= {"max_distance": near, "leak": (length - near) / (to - near)}
+    else:
+        rope |= {"temperature": length, "max_distance": max_distance or length}
+
+
+def _check_leak(config: PreTrainedConfig, length: int, to: int) -> None:
+    """Raise UserError if the frequencies of a vanilla model depend on the length of a text."""
+    config = copy.deepcopy(config)
+    try:
+        limit_distances(config, "leaky", length, to)
+        rotation(config, GLOBAL)
+    except ValueError as error:
+        raise UserError(f"method leaky: {error}: choose limited") from error
 
 
 def extended_lengths(
@@ -95,7 +128,7 @@ def extended_lengths(
 
 @contextmanager
 def extended(model: PreTrainedModel, method: Method, *, length: int, to: int) -> Iterator[None]:
-    """Within the ``with`` block, the model extended by a method other than ``limited``."""
+    """Within the ``with`` block, the model extended by a method that is not of `LIMITING`."""
     with rotary_restored(model):
         _set_rule(model, method, length, to)
         yield
@@ -113,7 +146,7 @@ def _set_rule(model: PreTrainedModel, method: Method, length: int, to: int) -> N
     before, longest, factor = config.rope_parameters, config.max_position_embeddings, to / length
     if method == "ntk":
         set_rotary_scaling(model, "none")
-        rope, rotary = rope_parameters(config), rotation(config, "full_attention")
+        rope, rotary = rope_parameters(config), rotation(config, GLOBAL)
         rope["rope_theta"] = NTK(factor=factor).scaled_base(rotary.width, rotary.base)
     else:
         set_rotary_scaling(model, method, factor=factor)

@@ -50,14 +50,22 @@ class KeyPositions:
         """Positions of the tokens of this pass, and of slots first … first + keys - 1."""
         return self.position_ids, self._slots(layer_type)[:, first : first + keys]
 
-    def tables(self, layer_type: str | None, first: int, keys: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of slots first … first + keys - 1, (1 or B, keys, R/2) each."""
-        if layer_type not in self._made:
-            tables = rotation(self.config, layer_type).tables(self._slots(layer_type), self.dtype)
+    def tables(
+        self, layer_type: str | None, first: int, keys: int, leaking: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """cos and sin of slots first … first + keys - 1, (1 or B, keys, R/2) each.
+
+        With ``leaking`` those of keys beyond limited distances, see `Rotation.leaking_tables`.
+        """
+        kind = (layer_type, leaking)
+        if kind not in self._made:
+            turning = rotation(self.config, layer_type)
+            make = turning.leaking_tables if leaking else turning.tables
+            tables = make(self._slots(layer_type), self.dtype)
             if compiling():
                 tables = materialized(tables[0]), materialized(tables[1])
-            self._made[layer_type] = tables
-        cos, sin = self._made[layer_type]
+            self._made[kind] = tables
+        cos, sin = self._made[kind]
         return cos[:, first : first + keys], sin[:, first : first + keys]
 
     def near_and_far(

@@ -240,13 +240,17 @@ class LayerPass(NamedTuple):
         if consecutive and not flexible:
             near = max(0, keys - length - far.max_distance + 1)
         cos, sin = cos[:, near:keys], sin[:, near:keys]
-        far_query = self.module.map_query(projected, self.angles, *far.tables)
-        tensors = (
-            query,
-            key_map(coefficients[..., near:, :], cos, sin, free_pairs=free_pairs),
-            far_query_map(far_query, free_pairs),
+        far_query, far_key = (
+            self.module.map_query(projected, self.angles, *far.tables),
             coefficients,
         )
+        if far.leaks:
+            leaking = self._at.tables(self.layer_type, self.first, keys, leaking=True)
+            far_key = key_map(coefficients, *leaking, free_pairs=free_pairs)
+        else:
+            far_query = far_query_map(far_query, free_pairs)
+        near_key = key_map(coefficients[..., near:, :], cos, sin, free_pairs=free_pairs)
+        tensors = query, near_key, far_query, far_key
         if flexible:
             query, *parts = side_by_side(*tensors)
             places = self.layer_type, self.first, keys, self.dense, far.max_distance

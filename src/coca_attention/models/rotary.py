@@ -14,10 +14,11 @@ from coca_attention.ops.positions import Decay, join_pairs
 
 
 class Far(NamedTuple):
-    """What a layer with limited distances needs for the keys beyond: W and `far_tables`."""
+    """What a layer with limited distances needs for the keys beyond."""
 
-    max_distance: int
-    tables: tuple[Tensor, Tensor]
+    max_distance: int  # W
+    tables: tuple[Tensor, Tensor]  # of the queries, see `Rotation.far_tables`
+    leaks: bool  # whether keys have `Rotation.leaking_tables`
 
 
 class Angles(NamedTuple):
@@ -47,7 +48,8 @@ class CoCARotary(nn.Module):
         factor = turning.query_factor(position_ids, dtype, window_of(self.config, layer_type))
         far = None
         if turning.max_distance is not None:
-            far = Far(turning.max_distance, turning.far_tables(position_ids.device, dtype))
+            tables = turning.far_tables(position_ids, dtype)
+            far = Far(turning.max_distance, tables, turning.leak is not None)
         return Angles(*turning.tables(position_ids, dtype), factor, turning.bias, far)
 
 

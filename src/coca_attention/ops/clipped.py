@@ -1,7 +1,7 @@
 """Attention under clipped distances: a key farther back than W tokens is scored as if W back.
 
 Within W tokens nothing changes, and no angle is ever larger than W theta_j: ReRoPE (Su, 2023,
-kexue.fm/archives/9708).
+kexue.fm/archives/9708). In Leaky ReRoPE (ibid.) they grow more slowly beyond W.
 
 Legend: B batch, T query length, S key length, N the keys that may be near, H query heads, G
 key/value heads, D head width, P = D/2 rotary pairs, F free pairs.
@@ -45,13 +45,13 @@ def attend_clipped(
 ) -> Tensor:
     """softmax(scale * scores + mask) V, (B, H, T, Dv), with scores Q' K'^T up to a distance of W.
 
-    Beyond, they are those at the distance W.
+    Beyond, they are those of far queries and far keys, of a width E.
 
     Args:
         query: Q', (B, H, T, D).
         key: K' of the last N keys, (B, G, N, D); all others must be at least W before every query.
-        far_query: That of `far_query_map`, (B, H, T, P + F).
-        far_key: Coefficients of all keys, (B, G, S, P + F), which are K' at position 0.
+        far_query: (B, H, T, E): that of `far_query_map`, E = P + F, or Q' at other positions.
+        far_key: All keys, (B, G, S, E): coefficients, which are K' at position 0, or K' at others.
         value: (B, G, S, Dv).
         query_positions: (T,) or (B, T).
         key_positions: Of all keys, (S,) or (B, S).

@@ -103,8 +103,13 @@ def coca_attention(
     )
     q, k = map_query(*query_tables), key_map(key_coefficients, *tables, free_pairs=free_pairs)
     if limit is not None and not (consecutive and keys <= limit):
-        far = far_query_map(map_query(*rotation.far_tables(query.device, wide)), free_pairs)
-        tensors = q, k, far, key_coefficients, value, *places
+        far_q, far_k = map_query(*rotation.far_tables(places[0], wide)), key_coefficients
+        if rotation.leak:
+            leaking = rotation.leaking_tables(places[1], wide)
+            far_k = key_map(key_coefficients, *leaking, free_pairs=free_pairs)
+        else:
+            far_q = far_query_map(far_q, free_pairs)
+        tensors = q, k, far_q, far_k, value, *places
         return attend_clipped(*tensors, limit, consecutive, attention_mask, scale=divisor)
     return attend(
         q,

@@ -121,6 +121,8 @@ class Rotation:
             kexue.fm/archives/9708), so that no angle is larger than W theta_j: up to a distance of
             W nothing changes, in texts of up to ``temperature`` tokens. Scores must depend
             only on distances, and there is no decay. Default: no limit.
+        leak: By how much a distance grows with every token beyond W, from 0 to 1: a key n > W
+            tokens back is scored as if W + leak (n - W) back (Leaky ReRoPE, Su, ibid.). Default: 0.
     """
 
     width: int
@@ -131,6 +133,7 @@ class Rotation:
     decay: float | None = None
     decay_length: float = 64.0
     max_distance: int | None = None
+    leak: float | None = None
 
     def __post_init__(self) -> None:
         check_width(self.width, "rotary width")
@@ -144,6 +147,9 @@ class Rotation:
             check_whole("temperature, a number of tokens,", self.temperature)
         if self.max_distance is not None:
             check_whole("max_distance, a number of tokens,", self.max_distance)
+        if self.leak is not None:
+            check_real("leak", self.leak, highest=1)
+            object.__setattr__(self, "leak", self.leak or None)
         if self.decay is not None:
             check_real("decay", self.decay)
             object.__setattr__(self, "decay", self.decay or None)
@@ -155,6 +161,11 @@ class Rotation:
         if (self.max_distance or math.inf) <= (getattr(self.rule, "training_length", None) or 0):
             # No distance is longer than in training, however long the text.
             object.__setattr__(self, "rule", self.rule.for_length(1))
+        if self.leak and (self.max_distance is None or self.follows_length):
+            raise ValueError(
+                "leak needs a max_distance, beyond which distances grow by it, and frequencies of "
+                f"one length; got {self.max_distance} and {self.rule.kind} scaling"
+            )
 
     def frequencies(self) -> Tensor:
         """theta of shape (R/2,), float64, in radians per token."""
@@ -183,7 +194,7 @@ class Rotation:
         In float64, or in float32 on devices without it: at position 100,000 the error of a float32
         angle is already 0.004 radians.
         """
-        dtype = torch.float32 if positions.device.type in NO_FLOAT64 else torch.float64
+        dtype = _wide(positions.device)
         tracing = torch.compiler.is_compiling() or torch.jit.is_tracing()
         if tracing or type(positions) is not Tensor:
             theta = self.frequencies().to(positions.device, dtype)
@@ -201,14 +212,26 @@ class Rotation:
         return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
 
     def far_tables(
-        self, device: torch.device, dtype: torch.dtype = torch.float32
+        self, positions: Tensor, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin for a query at position max_distance whose keys are at position 0, (1, R/2).
+        """cos and sin of queries (..., T) for keys farther back than max_distance: (..., T, R/2).
 
-        Times the rule's magnitude, which those keys lack.
+        Those keys have `leaking_tables`. Without a leak they are at position 0, and tables of one
+        query (1, R/2) are for all, times the rule's magnitude, which those keys lack.
         """
-        cos, sin = self.tables(torch.tensor([self.max_distance], device=device), dtype)
+        assert self.max_distance is not None
+        if self.leak:
+            near = (1 - self.leak) * self.max_distance
+            return self.tables(self.leak * positions.to(_wide(positions.device)) + near, dtype)
+        cos, sin = self.tables(torch.tensor([self.max_distance], device=positions.device), dtype)
         return cos * self.rule.magnitude, sin * self.rule.magnitude
+
+    def leaking_tables(
+        self, positions: Tensor, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
+        """cos and sin of keys (..., S) for queries of `far_tables`, if there is a leak."""
+        assert self.leak is not None
+        return self.tables(self.leak * positions.to(_wide(positions.device)), dtype)
 
     def query_factor(
         self, positions: Tensor, dtype: torch.dtype = torch.float32, window: int | None = None
@@ -241,6 +264,10 @@ def rotation_of(given: Rotation | None, width: int) -> Rotation:
             f"the rotary width must be at most the head width {width}; got {given.width}"
         )
     return given
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type in NO_FLOAT64 else torch.float64
 
 
 @lru_cache(maxsize=64)

@@ -87,8 +87,9 @@ class ExtendSettings:
     """The longest text in tokens that the model is to read; by default four times L."""
     method: Literal["auto", Method] = "auto"
     """limited: distances beyond W score as if W (ReRoPE with log n), which changes nothing in texts
-    of up to W tokens; yarn, dynamic and ntk change rotations. auto takes the best by --check, and
-    without it limited."""
+    of up to W tokens; leaky: beyond L/2 they grow so slowly that none reaches L (Leaky ReRoPE);
+    yarn, dynamic and ntk change rotations. auto takes the best by --check, and without it
+    limited."""
     max_distance: PositiveInt | None = None
     """W, for limited; by default L, or with --check the best of L, L/2 and L/4."""
     length: PositiveInt | None = None

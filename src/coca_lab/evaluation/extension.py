@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
 from coca_attention.models import convert
-from coca_attention.models.configuration import rope_parameters
-from coca_attention.models.extension import Method, extended
+from coca_attention.models.extension import LIMITING, Method, extended, limit_distances
 from coca_lab.data.documents import BadLines
 from coca_lab.engine import Engine, Item
 from coca_lab.evaluation.marked import (
@@ -98,7 +97,8 @@ class Candidate:
     def engines(self) -> tuple[str, ...]:
         """What runs a model that is extended like this."""
         package = ("Transformers with this package",)
-        return {"limited": package, "dynamic": STOCK[:1]}.get(self.method, STOCK)
+        known = dict.fromkeys(LIMITING, package) | {"dynamic": STOCK[:1]}
+        return known.get(self.method, STOCK)
 
     def readings(self, lengths: Sequence[int]) -> list[list[int]]:
         """The lengths that one reading of a text has, for every reading that it takes.
@@ -114,14 +114,16 @@ class Candidate:
     def applied(self, model: Model) -> Iterator[PreTrainedModel]:
         """The model with its weights, as the method has it."""
         # One whose distances are limited stays converted, so that others need new weights.
-        if self.method != "limited" and type(model.loaded()) is not type(model.module):
+        limits = self.method in LIMITING
+        if not limits and type(model.loaded()) is not type(model.module):
             free_weights()
         module = model.loaded()
-        if self.method == "limited":
+        if limits:
             if not hasattr(module.config.get_text_config(), "coca_form"):
                 convert(module, "rope", length=self.length)
-            rope_parameters(module.config.get_text_config())["max_distance"] = self.max_distance
-        if self.method in ("base", "limited"):
+            config = module.config.get_text_config()
+            limit_distances(config, self.method, self.length, self.to, self.max_distance)
+        if limits or self.method == "base":
             yield module
             return
         with extended(module, self.method, length=self.length, to=self.to):

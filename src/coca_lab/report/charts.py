@@ -19,7 +19,7 @@ COLOURS = (  # words in a name, its colour on light pages and on dark ones
     (("slack",), "#a0527d", "#d893b8"),
     (("magnitude",), "#6a5a9c", "#b3a6e6"),
     (("yarn",), "#7a4a12", "#c9925a"),
-    (("self-extend",), "#7d3c98", "#c79be0"),
+    (("self-extend", "leaky"), "#7d3c98", "#c79be0"),
     (("dynamic", "ntk"), "#5d6b1e", "#b5c240"),
     (("pope",), "#a33b4a", "#f0909c"),
     (("thin",), "#4d6b7c", "#9db8c7"),

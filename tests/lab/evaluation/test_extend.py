@@ -220,7 +220,7 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, caps
     assert "Transformers, vLLM, SGLang, llama.cpp" in " ".join(said.split())  # wrapped or not
     card = (tmp_path / "target" / "README.md").read_text()
     assert "## Context extension" in card and "for texts of 320 tokens; L = 160." in card
-    labels = ["base", "yarn", "dynamic", "ntk", "limited, W = 160", "limited, W = 80"]
+    labels = ["base", "yarn", "dynamic", "ntk", "leaky", "limited, W = 160", "limited, W = 80"]
     rows = [line.split("|")[1].strip() for line in card.splitlines() if line.startswith("|")]
     for label in labels:
         assert sum(row.removesuffix(" (chosen)") == label for row in rows) == 3, label
@@ -234,12 +234,17 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, caps
     assert json.loads((source / "config.json").read_text())["model_type"] == "llama"
 
 
+def method_in(rope):
+    """A limit of distances, or the name of another method."""
+    return "leaky" if "leak" in rope else rope.get("max_distance") or rope["rope_type"]
+
+
 def test_a_check_counts_what_is_found_and_lost(source, tmp_path, capsys, monkeypatch):
     """Of a model that finds all within L, and some beyond by each method."""
 
     def answers(module, tokenizer, text, length, cache):
         rope = rope_parameters(module.config)
-        method = rope.get("max_distance") or rope["rope_type"]
+        method = method_in(rope)
         known = {(160, "yarn"): 4, (320, "yarn"): 20, (320, 160): 1, (320, 80): 8, (160, 40): 4}
         share = known.get((length, method), 10 if length == 160 else 0)
         return [index < share for index in range(10)]
@@ -256,6 +261,7 @@ def test_a_check_counts_what_is_found_and_lost(source, tmp_path, capsys, monkeyp
         ["yarn", "4 of 10", "10 of 10", "numbers"],
         ["dynamic", "10 of 10", "0 of 10", "nothing"],
         ["ntk", "10 of 10", "0 of 10", "nothing"],
+        ["leaky", "10 of 10", "0 of 10", "nothing"],
         ["limited, W = 160", "10 of 10", "1 of 10", "nothing"],
         ["limited, W = 80 (chosen)", "10 of 10", "8 of 10", "nothing"],
         ["limited, W = 40", "4 of 10", "0 of 10", "numbers"],
@@ -270,7 +276,7 @@ def roles_read(monkeypatch, act=lambda count: None):
 
     def growth(run, device):
         rope = rope_parameters(inspect.getclosurevars(run).nonlocals["module"].config)
-        read.append(rope.get("max_distance") or rope["rope_type"])
+        read.append(method_in(rope))
         act(len(read))
         run()
         return 0.0
@@ -295,9 +301,10 @@ def test_an_interrupted_check_goes_on_and_its_values_are_kept(
     assert list(values.glob("*.sqlite"))
     read = roles_read(monkeypatch)
     assert main(words) == 0
-    assert read == ["dynamic"] * 2 + ["default"] * 2 + [160] * 2 + [80] * 2 + [40] * 2
+    rest = ["dynamic", "default", "leaky", 160, 80, 40]
+    assert read == [method for method in rest for _ in range(2)]
     words[2] = str(tmp_path / "other")
-    assert main([*words, "--method", "yarn"]) == 0 and len(read) == 10
+    assert main([*words, "--method", "yarn"]) == 0 and len(read) == 12
 
 
 def test_what_is_repeated_at_the_end_reads_the_model_as_it_was(source, tmp_path, monkeypatch):
@@ -309,10 +316,21 @@ def test_what_is_repeated_at_the_end_reads_the_model_as_it_was(source, tmp_path,
 
     read = roles_read(monkeypatch, fail)
     assert main(extend(source, tmp_path / "target", "--check-documents", 1)) == 0
-    assert read == ["default", "default", "yarn", "dynamic", "default", 160, 80, 40, "default"]
+    assert read == [
+        "default",
+        "default",
+        "yarn",
+        "dynamic",
+        "default",
+        "leaky",
+        160,
+        80,
+        40,
+        "default",
+    ]
 
 
-@pytest.mark.parametrize("method", ["yarn", "dynamic", "ntk", "limited"])
+@pytest.mark.parametrize("method", ["yarn", "dynamic", "ntk", "limited", "leaky"])
 def test_a_method_can_be_named(method, source, tmp_path, capsys):
     code, said, _ = run(
         capsys, "extend", source, tmp_path / "target", "--method", method, "--length", 40
