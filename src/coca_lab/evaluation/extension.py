@@ -118,12 +118,14 @@ class Candidate:
         if not limits and type(model.loaded()) is not type(model.module):
             free_weights()
         module = model.loaded()
+        if self.method == "base":
+            yield module
+            return
         if limits:
-            if not hasattr(module.config.get_text_config(), "coca_form"):
-                convert(module, "rope", length=self.length)
             config = module.config.get_text_config()
+            if not hasattr(config, "coca_form"):
+                config = convert(module, "rope", length=self.length).config.get_text_config()
             limit_distances(config, self.method, self.length, self.to, self.max_distance)
-        if limits or self.method == "base":
             yield module
             return
         with extended(module, self.method, length=self.length, to=self.to):
