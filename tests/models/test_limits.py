@@ -3,9 +3,11 @@
 The limit is the length that a model was made for, read from configurations as they are on the Hub.
 """
 
+from unittest.mock import Mock
+
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, DynamicCache
 
 from coca_attention import convert
 from coca_attention.errors import UserError
@@ -18,10 +20,20 @@ from coca_attention.models.configuration import (
     rotation,
 )
 from coca_attention.ops import coca_attention
+from coca_attention.ops.clipped import attend_clipped_half
 from coca_attention.testing import difference, logits, some_tokens
 from commands import run
 from covering import mostly_slow
-from families import FAMILIES, VARIED, assert_reads_the_same, attentions, reloaded, vanilla
+from families import (
+    FAMILIES,
+    VARIED,
+    assert_reads_the_same,
+    attentions,
+    left_padded,
+    read_in_pieces,
+    reloaded,
+    vanilla,
+)
 from public_models import CASES
 
 LIMIT = 11
@@ -147,6 +159,23 @@ def test_a_layer_is_the_operator(family, leak):
         tensors = layer.project(calls[0])
         expected = coca_attention(*tensors, form="magnitude", rotation=turning, **options)
     assert difference(calls[1], expected.transpose(1, 2).flatten(2)) < 1e-12
+
+
+@pytest.mark.parametrize("leak", [None, 0.3])
+@pytest.mark.parametrize(("family", "form"), [("Llama", "rope"), ("GPT-NeoX", "strict")])
+def test_one_token_is_scored_without_forming_keys(family, form, leak, monkeypatch):
+    """Also with left padding; the logits are those of a single pass."""
+    model, half = limited(family, form, leak), Mock(wraps=attend_clipped_half)
+    monkeypatch.setattr("coca_attention.models.layer_pass.attend_clipped_half", half)
+    ids, mask = left_padded(some_tokens(model, length=30), 4)
+    expected = logits(model, ids, attention_mask=mask)
+    found = read_in_pieces(model, ids, (26, *range(27, 35)), mask, DynamicCache())
+    assert difference(found[mask.bool()], expected[mask.bool()]) < 1e-12
+    assert half.call_count == 8 * len(attentions(model))
+    narrow = half.call_args.args
+    ours = attend_clipped_half(*(x.bfloat16() for x in narrow[:4]), *narrow[4:])
+    assert ours.dtype == torch.bfloat16
+    assert difference(ours.double(), half(*narrow)) < 0.05
 
 
 def test_what_cannot_work_is_refused():

@@ -91,12 +91,21 @@ class KeyPositions:
         return self._made[kind]
 
     def frames(
-        self, layer_type: str | None, first: int, keys: int, pairs: int, tile: int
+        self,
+        layer_type: str | None,
+        first: int,
+        keys: int,
+        pairs: int,
+        tile: int,
+        leaking: bool = False,
     ) -> KeyFrames | None:
-        """Tables of `attend_half` for these slots in tiles; None if positions do not allow them."""
+        """Tables of `attend_half` for these slots in tiles; None if positions do not allow them.
+
+        ``leaking`` as for `tables`.
+        """
         if self.first_position is None:
             return None
-        kind = (layer_type, first, keys, pairs, tile)
+        kind = (layer_type, first, keys, pairs, tile, leaking)
         if kind not in self._made:
             turning = rotation(self.config, layer_type)
             if turning.follows_length:
@@ -109,6 +118,7 @@ class KeyPositions:
                 pairs=pairs,
                 free_pairs=free_pairs(self.config, layer_type),
                 dtype=self.dtype,
+                step=(leaking and turning.leak) or 1.0,
             )
         return self._made[kind]
 

@@ -20,7 +20,12 @@ from coca_attention.models.configuration import window_of
 from coca_attention.models.key_positions import KeyPositions
 from coca_attention.models.rotary import Angles
 from coca_attention.ops import attend, attend_half, key_map, tile_length
-from coca_attention.ops.clipped import attend_clipped, far_query_map, side_by_side
+from coca_attention.ops.clipped import (
+    attend_clipped,
+    attend_clipped_half,
+    far_query_map,
+    side_by_side,
+)
 from coca_attention.ops.decoding import KeyFrames, attend_half_at
 from coca_attention.ops.linear import Turns
 from coca_attention.ops.opaque import compiling
@@ -205,10 +210,16 @@ class LayerPass(NamedTuple):
             return False
         return compiling() or self._frames(query, coefficients) is not None
 
-    def _frames(self, query: Tensor, coefficients: Tensor) -> KeyFrames | None:
-        """Tables of the keys for `attend_half`; None where tokens are not consecutive."""
+    def _frames(
+        self, query: Tensor, coefficients: Tensor, start: int = 0, leaking: bool = False
+    ) -> KeyFrames | None:
+        """Tables of the keys from ``start`` on for `attend_half`.
+
+        None where tokens are not consecutive.
+        """
         tile, pairs = tile_length(coefficients, query.shape[1]), self.module.head_dim // 2
-        return self._at.frames(self.layer_type, self.first, coefficients.shape[-2], pairs, tile)
+        slots = self.layer_type, self.first + start, coefficients.shape[-2]
+        return self._at.frames(*slots, pairs, tile, leaking)
 
     def attend_half(self, query: Tensor, coefficients: Tensor, value: Tensor) -> Tensor:
         """One token over a half cache."""
@@ -239,6 +250,10 @@ class LayerPass(NamedTuple):
         near = 0
         if consecutive and not flexible:
             near = max(0, keys - length - far.max_distance + 1)
+        if near and query.device.type == "cpu" and not compiling():
+            output = self._attend_far_half(projected, query, coefficients, value, near)
+            if output is not None:
+                return output.transpose(1, 2), None
         cos, sin = cos[:, near:keys], sin[:, near:keys]
         far_query, far_key = (
             self.module.map_query(projected, self.angles, *far.tables),
@@ -279,6 +294,24 @@ class LayerPass(NamedTuple):
             weights = attend_clipped(*tensors, each, **{**options, "dropout": 0.0})
         output = attend_clipped(*tensors, value, **options)
         return output.transpose(1, 2), weights
+
+    def _attend_far_half(
+        self, projected: Tensor, query: Tensor, coefficients: Tensor, value: Tensor, near: int
+    ) -> Tensor | None:
+        """One token as in `attend_half`, keys from ``near`` on being near; None if it cannot be."""
+        if not self._decodes(query, coefficients):
+            return None
+        far, beyond, frames = self.angles.far, coefficients[..., :near, :], None
+        assert far is not None
+        far_query = self.module.map_query(projected, self.angles, *far.tables)
+        if far.leaks:
+            frames = self._frames(query, beyond, leaking=True)
+        else:
+            far_query = far_query_map(far_query, self.module.free_pairs)
+        last = self._frames(query, coefficients[..., near:, :], near)
+        assert last is not None  # see `_decodes`
+        tensors, scale = (query, far_query, coefficients, value), self.module.kernel_scale
+        return attend_clipped_half(*tensors, last, frames, self.dense, scale)
 
     def attend_keys(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention with a mask formed in blocks, or with a decay."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coca_attention.ops.attention import attend, can_be_opaque, in_blocks
-from coca_attention.ops.decoding import weighted_values
+from coca_attention.ops.decoding import KeyFrames, half_scores, weighted_values
 from coca_attention.ops.opaque import opaque
 from coca_attention.ops.parts import (
     attend_parts,
@@ -151,6 +151,40 @@ def _attend_joined(
         )
 
     return in_blocks(block, query)
+
+
+def attend_clipped_half(
+    query: Tensor,
+    far_query: Tensor,
+    coefficients: Tensor,
+    value: Tensor,
+    near: KeyFrames,
+    far: KeyFrames | None,
+    attention_mask: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """`attend_clipped` of one query (B, H, 1, D), without forming keys: (B, H, 1, Dv).
+
+    Args:
+        query: Q', (B, H, 1, D), without a gradient.
+        far_query: That of `far_query_map`; with far frames, Q'.
+        coefficients: Of all keys, (B, G, S, P + F).
+        value: (B, G, S, Dv).
+        near: Frames of the last keys, which are less than W back.
+        far: Frames of the others; None if they are at position 0.
+        attention_mask: As for `attend_half`.
+        scale: Multiplies the scores.
+    """
+    beyond = coefficients.shape[-2] - near.length
+    others, last = coefficients[..., :beyond, :], coefficients[..., beyond:, :]
+    if far is None:
+        rows = scale * far_query.to(near.first.dtype).unflatten(1, (others.shape[1], -1))
+        scores = rows.squeeze(-2) @ others.to(rows).mT
+    else:
+        scores = half_scores(far_query, others, far, scale)
+    scores = torch.cat((scores, half_scores(query, last, near, scale)), dim=-1)
+    output = weighted_values(scores, value, attention_mask)
+    return output.flatten(1, 2).unsqueeze(-2).to(query.dtype)
 
 
 def side_by_side(

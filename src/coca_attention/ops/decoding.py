@@ -69,22 +69,25 @@ def key_frames(
     pairs: int,
     free_pairs: int = 0,
     dtype: torch.dtype = torch.float32,
+    step: float = 1.0,
 ) -> KeyFrames:
     """Tables for keys at consecutive positions, shared by all layers of a model.
 
     Args:
-        first_position: Position of key 0 in every row of the batch, (1,) or (B,).
+        first_position: Position of key 0 in every row of the batch, (1,) or (B,), before ``step``.
         length: Number of keys S.
         rotation: Rotation of the pairs.
         tile: Keys per tile, see `tile_length`.
         pairs: Pairs per head, P; those beyond the rotary width have angle 0.
         free_pairs: F.
         dtype: dtype of the tables, float32 or wider.
+        step: Multiplies all positions, see `Rotation.leak`.
     """
     device, magnitude = first_position.device, rotation.rule.magnitude
     starts = torch.arange(0, length, tile, device=device)
-    angles = rotation.angles(first_position.unsqueeze(-1) + starts)
-    inside = rotation.angles(torch.arange(tile, device=device))
+    # Angles are linear in the position, and float64: multiplying them rounds less.
+    angles = step * rotation.angles(first_position.unsqueeze(-1) + starts)
+    inside = step * rotation.angles(torch.arange(tile, device=device))
     missing = (0, pairs - angles.shape[-1])
     angles = F.pad(angles, missing)
     first = F.pad(inside.cos() * magnitude, missing, value=1.0)
@@ -163,9 +166,17 @@ def attend_half(
             f"{query.shape[-2]} and frames for {frames.length}"
         )
     _check_no_gradient(query, coefficients, value)
-    query = paired_query(query, coefficients.shape[-1])
     if kernels.supports(query):
+        query = paired_query(query, coefficients.shape[-1])
         return kernels.decode.attend_half(query, coefficients, value, frames, attention_mask, scale)
+    scores = half_scores(query, coefficients, frames, scale)
+    output = weighted_values(scores, value, attention_mask)
+    return output.flatten(1, 2).unsqueeze(-2).to(query.dtype)
+
+
+def half_scores(query: Tensor, coefficients: Tensor, frames: KeyFrames, scale: float) -> Tensor:
+    """scale * Q' · K' of `attend_half`, (B, G, H/G, S), in the memory of the frames."""
+    query = paired_query(query, coefficients.shape[-1])
     batch, heads, _, width = query.shape
     kv_heads = coefficients.shape[1]
     rows = (query.to(frames.cos.dtype) * scale).view(batch, kv_heads, heads // kv_heads, width)
@@ -173,9 +184,7 @@ def attend_half(
     cos, sin = frames.cos[:, :, None, None], frames.sin[:, :, None, None]
     rotated0 = torch.addcmul(q0 * cos, q1, sin)  # (B, tiles, G, H/G, W)
     rotated1 = torch.addcmul(q1 * cos, q0, sin, value=-1)
-    scores = _scores(rotated0, rotated1, coefficients, frames)
-    output = weighted_values(scores, value, attention_mask)
-    return output.view(batch, heads, 1, -1).to(query.dtype)
+    return _scores(rotated0, rotated1, coefficients, frames)
 
 
 def attend_half_at(
