@@ -80,6 +80,7 @@ def extend_context(
         return model
     if method == "leaky":
         _check_leak(model.config.get_text_config(), length, to)
+        max_distance = _leaky_from(length)
     convert(model, "rope", length=length, max_distance=max_distance)
     config: PreTrainedConfig = model.config.get_text_config()
     limit_distances(config, method, length, to, max_distance)
@@ -97,10 +98,15 @@ def limit_distances(
     for name in ("temperature", "max_distance", "leak"):
         rope.pop(name, None)
     if method == "leaky":
-        near = max(1, length // 2)
+        near = _leaky_from(length)
         rope |= {"max_distance": near, "leak": (length - near) / (to - near)}
     else:
         rope |= {"temperature": length, "max_distance": max_distance or length}
+
+
+def _leaky_from(length: int) -> int:
+    """W of method leaky."""
+    return max(1, length // 2)
 
 
 def _check_leak(config: PreTrainedConfig, length: int, to: int) -> None:
