@@ -42,7 +42,10 @@ PAGES: dict[str, tuple[list[int], str]] = {
         "roles; roles-decay=roles, decay; native; rotary; strict; magnitude; pope=PoPE; "
         "thin=thin keys",
     ),
-    "smollm2": ([0], "limited distances; YaRN; dynamic NTK; Self-Extend; base"),
+    "smollm2": (
+        [0],
+        "limited distances; YaRN; dynamic NTK; Self-Extend; leaky distances; base",
+    ),
     "extension": (
         [0, 1],
         "limited distances; limited distances, trained=limited, trained; base + YaRN (16)=YaRN; "
@@ -124,7 +127,7 @@ def picture(parts: Sequence[Titled], width: int, *, above: bool) -> str:
         part = specification(chart, palette, width, height=220)
         lines = [""]
         for word in title.split():
-            fits = len(lines[-1]) + len(word) < width / 9.5
+            fits = len(lines[-1]) + len(word) < width / 10
             lines[-1:] = [f"{lines[-1]} {word}"] if fits else [lines[-1], word]
         part["title"] = {"text": [line.strip() for line in lines], "anchor": "start"}
         data |= part.pop("datasets")

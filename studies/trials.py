@@ -53,6 +53,7 @@ WORDS = {  # of the letters and names of arms
     "rerope": "limited distances",
     "limited": "limited distances with a decay",
     "self-extend-4096": "Self-Extend",
+    "leaky": "leaky distances",
 }
 
 
