@@ -242,7 +242,7 @@ class LayerPass(NamedTuple):
         far, length = self.angles.far, query.shape[2]
         assert far is not None
         free_pairs, keys = self.module.free_pairs, coefficients.shape[-2]
-        consecutive, (cos, sin) = self._at.consecutive, self.key_tables(keys)
+        consecutive = self._at.consecutive
         if self._begins(query) and not consecutive:
             keys, consecutive = length, True
             coefficients, value = coefficients[..., :keys, :], value[..., :keys, :]
@@ -250,20 +250,17 @@ class LayerPass(NamedTuple):
         near = 0
         if consecutive and not flexible:
             near = max(0, keys - length - far.max_distance + 1)
-        if near and query.device.type == "cpu" and not compiling():
-            output = self._attend_far_half(projected, query, coefficients, value, near)
-            if output is not None:
-                return output.transpose(1, 2), None
-        cos, sin = cos[:, near:keys], sin[:, near:keys]
-        far_query, far_key = (
-            self.module.map_query(projected, self.angles, *far.tables),
-            coefficients,
-        )
+        far_query = self.module.map_query(projected, self.angles, *far.tables)
+        if not far.leaks:
+            far_query = far_query_map(far_query, free_pairs)
+        on_cpu = query.device.type == "cpu" and not compiling()
+        if near and on_cpu and self._decodes(query, coefficients):
+            return self._attend_far_half(query, far_query, coefficients, value, near), None
+        far_key = coefficients
         if far.leaks:
             leaking = self._at.tables(self.layer_type, self.first, keys, leaking=True)
             far_key = key_map(coefficients, *leaking, free_pairs=free_pairs)
-        else:
-            far_query = far_query_map(far_query, free_pairs)
+        cos, sin = (x[:, near:] for x in self.key_tables(keys))
         near_key = key_map(coefficients[..., near:, :], cos, sin, free_pairs=free_pairs)
         tensors = query, near_key, far_query, far_key
         if flexible:
@@ -296,22 +293,16 @@ class LayerPass(NamedTuple):
         return output.transpose(1, 2), weights
 
     def _attend_far_half(
-        self, projected: Tensor, query: Tensor, coefficients: Tensor, value: Tensor, near: int
-    ) -> Tensor | None:
-        """One token as in `attend_half`, keys from ``near`` on being near; None if it cannot be."""
-        if not self._decodes(query, coefficients):
-            return None
-        far, beyond, frames = self.angles.far, coefficients[..., :near, :], None
-        assert far is not None
-        far_query = self.module.map_query(projected, self.angles, *far.tables)
-        if far.leaks:
-            frames = self._frames(query, beyond, leaking=True)
-        else:
-            far_query = far_query_map(far_query, self.module.free_pairs)
-        last = self._frames(query, coefficients[..., near:, :], near)
-        assert last is not None  # see `_decodes`
+        self, query: Tensor, far_query: Tensor, coefficients: Tensor, value: Tensor, near: int
+    ) -> Tensor:
+        """One token as in `attend_half`, keys from ``near`` on being near."""
+        beyond, last = coefficients[..., :near, :], coefficients[..., near:, :]
+        leaks = self.angles.far is not None and self.angles.far.leaks
+        far_frames = self._frames(query, beyond, leaking=True) if leaks else None
+        frames = self._frames(query, last, near)
+        assert frames is not None  # see `_decodes`
         tensors, scale = (query, far_query, coefficients, value), self.module.kernel_scale
-        return attend_clipped_half(*tensors, last, frames, self.dense, scale)
+        return attend_clipped_half(*tensors, frames, far_frames, self.dense, scale).transpose(1, 2)
 
     def attend_keys(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention with a mask formed in blocks, or with a decay."""
