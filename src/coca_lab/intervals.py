@@ -32,25 +32,41 @@ class DocumentScore:
 
 def perplexity(scores: Iterable[DocumentScore]) -> float:
     """exp(nats / tokens) over all documents; every token has the same weight. inf on overflow."""
-    scores = list(scores)
-    mean = sum(score.nats for score in scores) / sum(score.tokens for score in scores)
+    mean = mean_nats(scores)
     return math.exp(mean) if mean < LARGEST_EXPONENT else math.inf
+
+
+def mean_nats(scores: Iterable[DocumentScore]) -> float:
+    """Nats per token over all documents; NaN without tokens."""
+    scores = list(scores)
+    tokens = sum(score.tokens for score in scores)
+    return sum(score.nats for score in scores) / tokens if tokens else math.nan
 
 
 def perplexity_interval(scores: Sequence[DocumentScore]) -> tuple[float, float] | None:
     """95 % interval of the perplexity of all documents like these; None for fewer than two."""
-    return _ratio_interval([score.nats for score in scores], [score.tokens for score in scores])
+    return _exp_of(nats_interval(scores))
 
 
 def paired_ratio_interval(
     first: Sequence[DocumentScore], second: Sequence[DocumentScore]
 ) -> tuple[float, float] | None:
     """95 % interval of the ratio of two perplexities on the same documents, else ValueError."""
-    # That of the differences in nats: what makes a document hard for every model cancels.
+    return _exp_of(nats_interval(differences(first, second)))
+
+
+def differences(
+    first: Sequence[DocumentScore], second: Sequence[DocumentScore]
+) -> list[DocumentScore]:
+    """What the first has more than the second on the same documents, else ValueError.
+
+    What makes a document hard for every model cancels.
+    """
     if [(s.id, s.tokens) for s in first] != [(s.id, s.tokens) for s in second]:
         raise ValueError("a paired interval needs the same scored tokens of the same documents")
-    nats = [a.nats - b.nats for a, b in zip(first, second, strict=True)]
-    return _ratio_interval(nats, [score.tokens for score in first])
+    return [
+        DocumentScore(a.id, a.nats - b.nats, a.tokens) for a, b in zip(first, second, strict=True)
+    ]
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
@@ -120,13 +136,16 @@ def student(freedom: float) -> float:
     return float(stdtrit(freedom, 0.975))
 
 
-def _ratio_interval(nats: Sequence[float], tokens: Sequence[int]) -> tuple[float, float] | None:
-    """95 % interval of exp(nats / tokens); documents without tokens are left out."""
+def nats_interval(scores: Sequence[DocumentScore]) -> tuple[float, float] | None:
+    """95 % interval of nats per token; documents without tokens are left out.
+
+    None for fewer than two documents, or where nats overflowed.
+    """
     # Documents are the sample, as tokens of one document are alike. Student's interval with the
     # jackknife's error: the nats per token without each document in turn. Its degrees of freedom
     # are those of Kish's effective number of documents, which is smaller than their number if a few
     # have most of the tokens. results/README.md says how often it holds the truth.
-    scored = [(n, t) for n, t in zip(nats, tokens, strict=True) if t]
+    scored = [(score.nats, score.tokens) for score in scores if score.tokens]
     if len(scored) < 2 or not all(math.isfinite(n) for n, _ in scored):
         return None
     sums, counts = np.array(scored, dtype=np.float64).T
@@ -136,7 +155,12 @@ def _ratio_interval(nats: Sequence[float], tokens: Sequence[int]) -> tuple[float
     error = math.sqrt(np.square(without_one - mean).sum())
     effective = counts.sum() ** 2 / np.square(counts).sum()
     half = student(max(effective - 1, 1.0)) * error
-    return _exp(mean - half), _exp(mean + half)
+    return float(mean - half), float(mean + half)
+
+
+def _exp_of(interval: tuple[float, float] | None) -> tuple[float, float] | None:
+    """The interval of a perplexity from that of its nats."""
+    return interval and (_exp(interval[0]), _exp(interval[1]))
 
 
 def _exp(value: float) -> float:

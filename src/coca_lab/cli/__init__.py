@@ -14,6 +14,7 @@ from importlib import import_module
 
 EVALUATIONS = {
     "perplexity": "Perplexity of a causal language model under sliding windows.",
+    "needles": "Needles by log probability: how probable are the numbers hidden in a text?",
     "passkey": "Passkey retrieval: does a model find five digits hidden in a long prompt?",
     "ruler": "RULER's tasks: needles, chains of variables, frequent words.",
     "recall": "Associative recall: does a model know the values of the keys it has read?",

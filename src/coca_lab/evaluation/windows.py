@@ -104,14 +104,18 @@ def score_windows(
 
 
 @torch.inference_mode()
-def _target_nats(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Nats of the targets (B, N) that follow the last N inputs (B, T); 0 where they are -100."""
-    scored = targets.shape[1]
+def last_logits(model: nn.Module, inputs: Tensor, count: int) -> Tensor:
+    """Logits of the tokens that follow the last ``count`` of the inputs (B, T): float32."""
     trims = "logits_to_keep" in inspect.signature(model.forward).parameters
-    keep = {"logits_to_keep": scored} if trims else {}
+    keep = {"logits_to_keep": count} if trims else {}
     with naming_the_limit(model, inputs.shape[1]):
         logits = model(input_ids=inputs, use_cache=False, **keep).logits
-    logits = logits[:, logits.shape[1] - scored :].float().flatten(0, 1)
+    return logits[:, logits.shape[1] - count :].float()
+
+
+def _target_nats(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Nats of the targets (B, N) that follow the last N inputs (B, T); 0 where they are -100."""
+    logits = last_logits(model, inputs, targets.shape[1]).flatten(0, 1)
     nats = F.cross_entropy(logits, targets.flatten(), reduction="none", ignore_index=-100)
     return nats.view_as(targets)
 

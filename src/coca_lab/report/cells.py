@@ -174,6 +174,49 @@ class Recall(Prompts):
     kind: int | str = Field("", validation_alias="pairs")
 
 
+class NeedleFigures(Record):
+    """Nats a digit of hidden numbers, null where they overflowed, and how many are found."""
+
+    nats: Annotated[float, Field(ge=0, le=1e300)] | None
+    ci95: Interval | None = None
+    found: Natural
+    needles: Natural
+
+
+class AskedNeedle(Record):
+    """A number that was asked for; nats that overflowed are null."""
+
+    distance: Natural
+    nats: Number | None
+    found: bool
+
+
+class NeedleDocument(Record):
+    """The numbers that were hidden in a document."""
+
+    id: str | int
+    needles: list[AskedNeedle]
+
+
+class Needles(Figure):
+    """How probable numbers are that are hidden in texts of one length."""
+
+    value: Annotated[float, Field(ge=0, le=1e300)] | None = Field(validation_alias="nats")
+    interval: Interval | None = Field(None, validation_alias="ci95")
+    found: Natural
+    needles: Natural
+    near: Whole | None = None
+    text: str = ""
+    ranges: dict[str, NeedleFigures] = {}
+    digits: Whole
+    documents: list[NeedleDocument]
+
+    @property
+    def facts(self) -> Facts:
+        """The texts, and what counts as near."""
+        return self._known("near") | {("text", self.length): self.text}
+
+
 class CurvePoint(Record):
     """A loss in training."""
 

@@ -13,6 +13,7 @@ from coca_lab.report.cells import (
     CheckedCell,
     Content,
     Facts,
+    Needles,
     Number,
     Perplexity,
     Prompts,
@@ -22,6 +23,7 @@ from coca_lab.report.cells import (
     read_as,
 )
 from coca_lab.report.lengths import passkey_sections, recall_sections, ruler_sections
+from coca_lab.report.needles import needle_sections
 from coca_lab.report.perplexity import perplexity_sections
 from coca_lab.report.results import Cells, comparable, parsed
 from coca_lab.report.section import Section
@@ -79,6 +81,7 @@ def harness_sections(cells: Sequence[Harness]) -> list[Section]:
 
 REPORTS: dict[str, TaskReport] = {
     "perplexity": TaskReport(perplexity_sections, "Perplexity against context length", Perplexity),
+    "needles": TaskReport(needle_sections, "Needles by log probability", Needles),
     "passkey": TaskReport(passkey_sections, "Passkey retrieval", Prompts),
     "ruler": TaskReport(ruler_sections, "RULER", Ruler),
     "recall": TaskReport(recall_sections, "Associative recall", Recall),

@@ -1,0 +1,200 @@
+"""How probable a model finds numbers that are hidden in its text: nats a digit, without generation.
+
+Whether a number is found takes a whole prompt and gives one bit. Its log probability is continuous,
+and one reading of a text has those of all numbers hidden in it, so few documents tell methods
+apart. docs/evaluation.md describes the task.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from coca_attention.errors import UserError
+from coca_lab.data.needles import DIGITS, NeedleText, hide_needles
+from coca_lab.engine import Item
+from coca_lab.evaluation.perplexity import TextSettings, load_text
+from coca_lab.evaluation.task import Cell, Measurement, Model, RotaryScaling, Task
+from coca_lab.evaluation.windows import last_logits
+from coca_lab.intervals import DocumentScore, mean_nats, nats_interval
+
+
+@dataclass
+class NeedleSettings(TextSettings):
+    """In which text numbers are hidden, and how many."""
+
+    lengths: Annotated[list[PositiveInt], Field(min_length=1)] = field(
+        default_factory=lambda: [2048, 4096]
+    )
+    """Tokens of a text, with what is hidden in it, the questions and the answers."""
+    count: PositiveInt = 10
+    """Numbers that are hidden in a document."""
+    near: PositiveInt | None = None
+    """Distance in tokens up to which a number counts as near; by default the training length."""
+    seed: NonNegativeInt = 0
+    """Random seed of the numbers and their places."""
+
+
+def measure_needles(
+    model: Model, settings: NeedleSettings, scaling: RotaryScaling
+) -> list[Measurement]:
+    """Nats a digit of hidden numbers: a cell for every length, an item for every document."""
+    name = f"needles {settings}"
+    if name not in model.texts:  # made once for a model, whatever the scaling
+        model.texts[name] = _texts(model, settings)
+    near = settings.near or model.facts["training_length"]
+    return [
+        _measure_cell(model, settings, scaling, length, texts, near)
+        for length, texts in model.texts[name].items()
+    ]
+
+
+def _texts(model: Model, settings: NeedleSettings) -> dict[int, dict[str, NeedleText]]:
+    """By length, the text of every document by its id."""
+    documents = load_text(settings, model.tokenizer, at_least=max(settings.lengths))
+    if len({document.id for document in documents}) < len(documents):
+        raise UserError(f"{settings.source}: two documents have the same id: give each its own")
+    return {
+        length: {
+            document.id: hide_needles(
+                model.tokenizer,
+                document.tokens[:length].tolist(),
+                length,
+                settings.count,
+                seed=[settings.seed, length, index],
+            )
+            for index, document in enumerate(documents)
+        }
+        for length in settings.lengths
+    }
+
+
+def _measure_cell(
+    model: Model,
+    settings: NeedleSettings,
+    scaling: RotaryScaling,
+    length: int,
+    texts: dict[str, NeedleText],
+    near: int | None,
+) -> Measurement:
+    """The readings of one length, and their cell."""
+    label = " ".join((model.name, *scaling.words, f"needles {length:,}"))
+
+    def read(named: list[str]) -> list[list[Cell]]:
+        return [_read(model, scaling, name, texts[name]) for name in named]
+
+    items = [
+        Item(
+            keys=[[scaling.facts, length, _hash([text])]],
+            work=read,
+            arguments=[name],
+            cost=length,
+            label=label,
+        )
+        for name, text in texts.items()
+    ]
+
+    def cells(readings: list[list[Cell]]) -> list[Cell]:
+        documents = [
+            {"id": name, "needles": found} for name, found in zip(texts, readings, strict=True)
+        ]
+        cell: Cell = {
+            "length": length,
+            "count": settings.count,
+            "digits": DIGITS,
+            "seed": settings.seed,
+            "text": _hash([*texts.values()]),
+            "near": near,
+            "rope_parameters": model.module and scaling.parameters(model.module, length),
+        }
+        ranges = {}
+        if near is not None:
+            ranges["near"] = figures(documents, near)
+            ranges["beyond"] = figures(documents, near, beyond=True)
+        return [cell | figures(documents) | {"ranges": ranges, "documents": documents}]
+
+    return Measurement(items, cells)
+
+
+def _hash(texts: Sequence[NeedleText]) -> str:
+    """Identifies texts and what is asked for in them."""
+    return hashlib.sha256(repr(texts).encode()).hexdigest()[:16]
+
+
+def _read(model: Model, scaling: RotaryScaling, name: str, text: NeedleText) -> list[Cell]:
+    """What the model says about every needle of a text, in the order of their answers."""
+    first = text.first_answer
+    targets = torch.tensor(text.ids[first:])
+    module = model.loaded()
+    inputs = torch.tensor([text.ids[:-1]], device=module.device)
+    with scaling.applied(module, len(text.ids)):
+        logits = last_logits(module, inputs, len(targets))[0].cpu()
+    nats = F.cross_entropy(logits, targets, reduction="none").double()
+    likeliest = logits.argmax(-1) == targets
+    if nats.isnan().any():
+        raise UserError(f"{model.name} returns NaN for document {name!r}: try float32")
+    found: list[Cell] = []
+    for needle in text.needles:
+        answer = slice(needle.first - first, needle.stop - first)
+        total = nats[answer].sum().item()
+        found.append(
+            {
+                "distance": needle.distance,
+                "nats": total if math.isfinite(total) else None,
+                "found": bool(likeliest[answer].all()),
+            }
+        )
+    return found
+
+
+def figures(documents: Sequence[Cell], near: int | None = None, beyond: bool = False) -> Cell:
+    """Nats a digit and the share found, of all needles or of those up to or beyond a distance.
+
+    Args:
+        documents: Of a cell.
+        near: Distance in tokens up to which a needle counts; by default any.
+        beyond: Whether to count the needles that are farther back instead.
+    """
+    chosen = [_chosen(document, near, beyond) for document in documents]
+    scores = scores_of(documents, near, beyond)
+    counted = [needle for needles in chosen for needle in needles]
+    interval = nats_interval(scores)
+    mean = mean_nats(scores)
+    return {
+        "nats": mean if math.isfinite(mean) else None,
+        "ci95": list(interval) if interval else None,
+        "found": sum(needle["found"] for needle in counted),
+        "needles": len(counted),
+    }
+
+
+def scores_of(
+    documents: Sequence[Cell], near: int | None = None, beyond: bool = False
+) -> list[DocumentScore]:
+    """Nats and digits of every document, with arguments as for `figures`."""
+    scores = []
+    for document in documents:
+        needles = _chosen(document, near, beyond)
+        nats = [math.inf if needle["nats"] is None else needle["nats"] for needle in needles]
+        scores.append(DocumentScore(document["id"], sum(nats), DIGITS * len(needles)))
+    return scores
+
+
+def _chosen(document: Cell, near: int | None, beyond: bool) -> list[Any]:
+    """The needles of a document that count."""
+    if near is None:
+        return document["needles"]
+    return [each for each in document["needles"] if (each["distance"] > near) == beyond]
+
+
+NEEDLES_TASK = Task(
+    "needles",
+    "Needles by log probability: how probable are the numbers hidden in a text?",
+    NeedleSettings,
+    measure=measure_needles,
+)
