@@ -1,0 +1,226 @@
+"""Which method to take: what may be said of a loss within the training length, and the choice.
+
+A method may help beyond the training length L and lose within it. What is not seen to lose has not
+been shown to lose nothing: with three documents a method with a fifth more perplexity may pass.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from coca_lab.intervals import DocumentScore, differences, mean_nats, nats_interval, student
+
+RULE = (
+    "No loss is shown if the 95 % interval of the loss within L ends below the margin, at every "
+    "length, for perplexity and needles; a method loses if an interval lies above 0, and else the "
+    "documents cannot tell. Of the methods that show no loss, the best by needles beyond L is "
+    "sought, and of those that its interval does not part from it, the one that most engines run "
+    "is taken."
+)
+
+
+GUESS = math.log(10)
+"""Nats of a digit that is guessed."""
+
+
+@dataclass
+class Margins:
+    """Which loss within L does not matter."""
+
+    perplexity: float = 0.01
+    """Share of the perplexity: 0.01 is one percent."""
+    needles: float = 0.05
+    """Nats a digit."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What documents say about a loss.
+
+    Attributes:
+        word: What may be said.
+        mean: Nats per token or digit that are lost.
+        interval: Its 95 % interval; None with fewer than two documents.
+        documents: How many there are.
+        needed: About how many could tell; None where that is not known.
+    """
+
+    word: Literal["no loss shown", "loses", "cannot tell"]
+    mean: float
+    interval: tuple[float, float] | None
+    documents: int
+    needed: int | None = None
+
+    def __str__(self) -> str:
+        if self.word != "cannot tell":
+            return self.word
+        more = f", about {self.needed:,} are needed" if self.needed else ""
+        plural = "" if self.documents == 1 else "s"
+        return f"cannot tell with {self.documents} document{plural}{more}"
+
+
+def loss_of(scores: Sequence[DocumentScore], base: Sequence[DocumentScore], margin: float) -> Loss:
+    """What the same documents say about a loss of one reading against another.
+
+    Args:
+        scores: Of the method.
+        base: Of the model as it is.
+        margin: Nats per token or digit that do not matter.
+    """
+    pairs = differences(scores, base)
+    interval = nats_interval(pairs)
+    mean, count = mean_nats(pairs), len(pairs)
+    if interval is None:
+        return Loss("cannot tell", mean, None, count)
+    low, high = interval
+    if high < margin:
+        return Loss("no loss shown", mean, interval, count)
+    if low > 0:
+        return Loss("loses", mean, interval, count)
+    # With more documents the interval closes around the mean; it has to part it from the margin,
+    # or from 0 where the mean is above the margin.
+    room = margin - mean if mean < margin else mean
+    error = (high - mean) / student(max(count - 1, 1))
+    return Loss(
+        "cannot tell", mean, interval, count, _documents_for(error * math.sqrt(count), room)
+    )
+
+
+def _documents_for(spread: float, half: float, most: int = 100_000) -> int | None:
+    """The fewest documents of a spread whose interval has at most half a width."""
+    count = 2
+    while count < most:
+        if student(count - 1) * spread / math.sqrt(count) < half:
+            return count
+        count += max(1, count // 50)
+    return None
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a model reads with one method.
+
+    Attributes:
+        method: Its name; the model as it is has another object.
+        engines: What runs the result.
+        perplexity: Scores of the same documents within L, by length in tokens.
+        near: Those of the needles within L, by length of the text.
+        beyond: Those of the needles in texts longer than L, at distances beyond L.
+    """
+
+    method: str
+    engines: Sequence[str]
+    perplexity: Mapping[int, list[DocumentScore]]
+    near: Mapping[int, list[DocumentScore]]
+    beyond: Mapping[int, list[DocumentScore]]
+
+    def losses(self, base: "Read", margins: Margins) -> dict[tuple[str, int], Loss]:
+        """What is lost within L, by what is measured and length."""
+        margin = math.log1p(margins.perplexity)
+        found = {
+            ("perplexity", n): loss_of(scores, base.perplexity[n], margin)
+            for n, scores in self.perplexity.items()
+        }
+        found |= {
+            ("needles", n): loss_of(scores, base.near[n], margins.needles)
+            for n, scores in self.near.items()
+        }
+        return found
+
+    def word(self, base: "Read", margins: Margins) -> str:
+        """What may be said of it within L, the worst first."""
+        losses = self.losses(base, margins)
+        by_word: dict[str, list[str]] = {}
+        for (what, length), loss in losses.items():
+            by_word.setdefault(loss.word, []).append(f"{what} at {length:,}")
+        if "loses" in by_word:
+            return f"loses {', '.join(by_word['loses'])}"
+        open_ones = [loss for loss in losses.values() if loss.word == "cannot tell"]
+        if open_ones:
+            return str(max(open_ones, key=lambda loss: loss.needed or math.inf))
+        return "no loss shown"
+
+    @property
+    def far(self) -> list[DocumentScore]:
+        """Of every document, the score of its needles beyond L in texts of all lengths."""
+        nats: dict[str, float] = {}
+        digits: dict[str, int] = {}
+        for scores in self.beyond.values():
+            for score in scores:
+                nats[score.id] = nats.get(score.id, 0.0) + score.nats
+                digits[score.id] = digits.get(score.id, 0) + score.tokens
+        return [DocumentScore(name, nats[name], digits[name]) for name in nats]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The method to take, and why.
+
+    Attributes:
+        base: The model as it is.
+        others: With every method.
+        margins: Which loss does not matter.
+    """
+
+    base: Read
+    others: Sequence[Read]
+    margins: Margins = field(default_factory=Margins)
+
+    @property
+    def candidates(self) -> list[Read]:
+        """Those that show no loss within L."""
+        return [
+            each for each in self.others if each.word(self.base, self.margins) == "no loss shown"
+        ]
+
+    @property
+    def best(self) -> Read | None:
+        """The candidate to which needles beyond L are most probable; None without candidates."""
+        return min(self.candidates, key=lambda each: mean_nats(each.far), default=None)
+
+    @property
+    def taken(self) -> Read | None:
+        """Of those that documents do not part from the best, the one that most engines run."""
+        if self.best is None:
+            return None
+        level = [each for each in self.candidates if not self._parted(each)]
+        return max(level, key=lambda each: (len(each.engines), -mean_nats(each.far)))
+
+    def _parted(self, each: Read) -> bool:
+        """Whether a candidate is worse than the best beyond L."""
+        assert self.best is not None
+        if each is self.best:
+            return False
+        interval = nats_interval(differences(each.far, self.best.far))
+        return interval is not None and interval[0] > 0
+
+    @property
+    def reason(self) -> str:
+        """Why it is taken, in words."""
+        best, taken = self.best, self.taken
+        if best is None or taken is None:
+            words = "; ".join(f"{x.method}: {x.word(self.base, self.margins)}" for x in self.others)
+            return f"No method shows that it loses nothing within L, so none is taken ({words})."
+        said = f"{taken.method} is taken: {mean_nats(taken.far):.2f} nats a digit beyond L"
+        if taken is not best:
+            said += (
+                f", where {best.method} has {mean_nats(best.far):.2f}, which the documents do not "
+                f"part, and it runs in more engines ({', '.join(taken.engines)})"
+            )
+        return f"{said}; the model as it is has {mean_nats(self.base.far):.2f}."
+
+    @property
+    def warnings(self) -> list[str]:
+        """What could not be measured, and what speaks against the choice."""
+        said = []
+        near = [mean_nats(scores) for scores in self.base.near.values()]
+        if near and min(near) > GUESS:
+            said.append(
+                f"The model finds no numbers within L either: {min(near):.2f} nats a digit, where "
+                f"a guess has {GUESS:.2f}. Needles say nothing about it."
+            )
+        taken = self.taken
+        if taken is not None and not mean_nats(taken.far) < mean_nats(self.base.far):
+            said.append("Beyond L it is no better than the model as it is.")
+        return said

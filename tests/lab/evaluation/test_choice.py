@@ -1,0 +1,123 @@
+"""What documents say about a loss, how often the words are right, and which method is taken."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coca_lab.evaluation.choice import GUESS, Choice, Margins, Read, loss_of
+from coca_lab.intervals import DocumentScore
+
+RESULTS = Path(__file__).parents[3] / "results" / "smollm2" / "perplexity.jsonl"
+ENGINES = {"yarn": ("Transformers", "vLLM"), "shifted": ("this package",), "ntk": ("Transformers",)}
+
+
+def scores(nats, tokens=100):
+    return [DocumentScore(f"book {i}", tokens * x, tokens) for i, x in enumerate(nats)]
+
+
+def test_the_words_are_those_of_the_interval():
+    base = scores([3.0, 3.2, 2.9, 3.1])
+    assert str(loss_of(scores([3.001, 3.202, 2.899, 3.1]), base, 0.01)) == "no loss shown"
+    assert str(loss_of(scores([3.2, 3.41, 3.09, 3.3]), base, 0.01)) == "loses"
+    # A gain is no loss, and a loss below the margin is none that matters.
+    assert loss_of(scores([2.5, 2.71, 2.4, 2.6]), base, 0.01).word == "no loss shown"
+    assert loss_of(scores([x + 0.005 for x in (3.0, 3.2, 2.9, 3.1)]), base, 0.01).word == (
+        "no loss shown"
+    )
+    wide = loss_of(scores([3.2, 3.0, 3.1, 2.9]), base, 0.01)
+    assert wide.word == "cannot tell" and wide.needed > 100
+    assert str(wide) == f"cannot tell with 4 documents, about {wide.needed:,} are needed"
+    assert str(loss_of(base[:1], base[:1], 0.01)) == "cannot tell with 1 document"
+
+
+def test_the_documents_that_are_needed_are_about_enough():
+    generator = np.random.default_rng(0)
+    base = scores(np.full(6, 3.0))
+    few = loss_of(scores(3.0 + generator.normal(0, 0.02, 6)), base, 0.01)
+    assert few.word == "cannot tell"
+    # Of so many documents like these, most samples with the same mean can tell.
+    words = []
+    for _ in range(200):
+        drawn = generator.normal(0, 1, few.needed)
+        spread = (few.interval[1] - few.mean) / 2.5706 * math.sqrt(6)
+        drawn = few.mean + spread * (drawn - drawn.mean()) / drawn.std(ddof=1)
+        words.append(loss_of(scores(3 + drawn), scores(np.full(few.needed, 3.0)), 0.01).word)
+    assert np.mean([word != "cannot tell" for word in words]) > 0.9
+
+
+def measured_spread():
+    """Nats by which YaRN and leaky distances differ between books at 12,288 tokens."""
+    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    at = {(r["method"], r["text"]): r["nats"] for r in rows if r["length"] == 12288}
+    names = ("dynamic", "yarn", "leaky")
+    return [
+        np.array([at[name, text] - at["rerope", text] for text in range(8)]).std(ddof=1)
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize("documents", [3, 8, 20])
+@pytest.mark.parametrize("tails", [None, 4], ids=["normal", "heavy tails"])
+def test_two_percent_more_perplexity_is_rarely_called_lossless(documents, tails):
+    generator = np.random.default_rng(documents)
+    for spread in measured_spread():
+        if tails is None:
+            noise = generator.normal(0, spread, (1000, documents))
+        else:
+            noise = spread * math.sqrt(0.5) * generator.standard_t(tails, (1000, documents))
+        base = scores(np.full(documents, 3.0), tokens=1024)
+        margin = math.log1p(Margins().perplexity)
+        words = [
+            loss_of(scores(3.0 + math.log(1.02) + row, tokens=1024), base, margin).word
+            for row in noise
+        ]
+        assert words.count("no loss shown") < 50
+        # And it is not for want of ever saying anything.
+        if documents == 20:
+            assert words.count("loses") > 500
+
+
+def read(method, far, within=0.0, near=0.4):
+    """What a method reads: nats a digit beyond L, and what is lost within L."""
+    return Read(
+        method,
+        ENGINES.get(method, ()),
+        {4096: scores(np.array([3.0, 3.2, 2.9]) + within)},
+        {4096: scores(np.array([near, near + 0.1, near]), 70)},
+        {8192: scores(far, 70), 12288: scores(np.array(far) + 0.2, 70)},
+    )
+
+
+def test_the_best_beyond_is_taken_among_those_that_show_no_loss():
+    base = read("base", [2.2, 2.4, 2.3])
+    yarn, shifted = read("yarn", [1.2, 1.3, 1.1]), read("shifted", [0.6, 0.7, 0.5])
+    choice = Choice(base, [yarn, shifted])
+    assert choice.taken is choice.best is shifted
+    assert choice.reason == (
+        "shifted is taken: 0.70 nats a digit beyond L; the model as it is has 2.40."
+    )
+    # With a loss it is not.
+    losing = read("shifted", [0.6, 0.7, 0.5], within=0.05)
+    assert losing.word(base, Margins()) == "loses perplexity at 4,096"
+    assert Choice(base, [yarn, losing]).taken is yarn
+    none = Choice(base, [losing])
+    assert none.taken is None and "none is taken (shifted: loses" in none.reason
+
+
+def test_methods_that_the_documents_do_not_part_are_decided_by_engines():
+    base = read("base", [2.2, 2.4, 2.3])
+    yarn, shifted = read("yarn", [0.7, 0.5, 0.65]), read("shifted", [0.6, 0.7, 0.5])
+    choice = Choice(base, [shifted, yarn])
+    assert choice.best is shifted and choice.taken is yarn
+    assert "shifted has 0.70, which the documents do not part" in choice.reason
+
+
+def test_a_model_that_finds_nothing_is_said_to_say_nothing():
+    base = read("base", [2.4, 2.5, 2.6], near=2.4)
+    choice = Choice(base, [read("yarn", [2.45, 2.55, 2.65], near=2.4)])
+    assert f"a guess has {GUESS:.2f}. Needles say nothing about it." in choice.warnings[0]
+    assert choice.warnings[1] == "Beyond L it is no better than the model as it is."
+    assert not Choice(read("base", [2.4, 2.5, 2.6]), [read("yarn", [1.0, 1.1, 1.2])]).warnings
