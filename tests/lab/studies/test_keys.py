@@ -41,9 +41,14 @@ def study(path, models, text, **fields):
 
 
 def nats(results):
-    """Nats of every cell by model and size."""
+    """Nats of every document by model and size; the sum over documents can be equal by chance."""
     cells = json.loads(Path(results).read_text())["results"]
-    return {f"{cell['model']} {cell.get('size', '')}".strip(): cell["nats"] for cell in cells}
+    return {
+        f"{cell['model']} {cell.get('size', '')}".strip(): tuple(
+            document["nats"] for document in cell["documents"]
+        )
+        for cell in cells
+    }
 
 
 def run(*arguments, **fields):
