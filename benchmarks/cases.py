@@ -27,7 +27,7 @@ from coca_attention.models import CoCALlamaConfig
 from coca_attention.models.attention import CACHE
 from coca_attention.models.configuration import LETTERS, LOCAL, role_fields
 from coca_attention.models.fused import use_fused_attention
-from coca_attention.ops import FORMS, Rotation, coca_attention
+from coca_attention.ops import FORMS, DistanceMap, Rotation, coca_attention
 from coca_attention.roles import Roles
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
 
@@ -104,12 +104,18 @@ def operators(length: int, settings: Namespace) -> dict[str, Operator]:
 
 
 def limits(length: int, settings: Namespace) -> dict[str, Operator]:
-    """Rotary attention, and with distances limited to two thirds and a quarter of the text."""
+    """Rotary attention, and with maps of distances from two thirds and a quarter of the text on."""
     compared = {ROTARY: Operator(rotary_attention, {"form": "rope"})}
-    for name, limit in (("2/3", 2 * length // 3), ("1/4", length // 4)):
-        rotation = Rotation(settings.head_width, max_distance=limit)
-        options = {"form": "rope", "rotation": rotation}
-        compared[f"W = {name} of the text"] = Operator(partial(coca, **options), options)
+    for name, near in (("2/3", 2 * length // 3), ("1/4", length // 4)):
+        for kind, distance_map in {
+            "limited": DistanceMap.limited(near),
+            "leaky": DistanceMap.leaky(near, 0.25),
+            "shifted": DistanceMap.shifted(near, near // 8),
+        }.items():
+            rotation = Rotation(settings.head_width, distance_map=distance_map)
+            options = {"form": "rope", "rotation": rotation}
+            title = f"{kind}, near = {name} of the text"
+            compared[title] = Operator(partial(coca, **options), options)
     return compared
 
 

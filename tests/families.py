@@ -1,5 +1,6 @@
 """Tiny models of every family, and ways to read them."""
 
+from dataclasses import asdict
 from itertools import pairwise
 
 import torch
@@ -8,7 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 import oracle
 from coca_attention import convert
 from coca_attention.models import Roles
-from coca_attention.models.configuration import rotation
+from coca_attention.models.configuration import rope_parameters, rotation
+from coca_attention.ops import DistanceMap
 from coca_attention.testing import assert_consistent, difference, logits, some_tokens
 
 SIZES = {
@@ -110,19 +112,29 @@ MODELS = {
     "roles": ("GPT-NeoX", "rope", {"roles": Roles("lg", window=6)}),
     "roles with CoCA": ("Llama", "slack", {"roles": Roles("lg", window=6, decay=1.0)}),
     "roles with a decay": ("GPT-NeoX", "rope", {"roles": Roles("lg", window=6, decay=1.0)}),
-    "limited": ("Llama", "rope", {"max_distance": 11}),
-    "limited strict": ("Mistral", "strict", {"max_distance": 5}),
-    "leaky": ("Llama", "strict", {"max_distance": 11}),
-    "limited in some layers": ("Gemma 3", "rope", {"max_distance": 11}),
+    "limited": ("Llama", "rope", {"near": 11}),
+    "limited strict": ("Mistral", "strict", {"near": 5}),
+    "leaky": ("Llama", "strict", {"near": 11}),
+    "shifted": ("Llama", "strict", {"near": 11}),
+    "limited in some layers": ("Gemma 3", "rope", {"near": 11}),
 }
+
+
+MAPS = {"leaky": DistanceMap.leaky(11, 0.3), "shifted": DistanceMap.shifted(11, 4)}
+
+
+def set_map(model, distance_map):
+    """Give the layers of a model that see the whole text a distance map."""
+    rope_parameters(model.config)["distance_map"] = asdict(distance_map)
+    return model
 
 
 def made(name: str):
     """One of `MODELS`."""
     family, form, changes = MODELS[name]
     model = convert(vanilla(family), form, **changes).eval()
-    if name == "leaky":
-        model.config.rope_parameters["leak"] = 0.3
+    if name in MAPS:
+        set_map(model, MAPS[name])
     return model
 
 

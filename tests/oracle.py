@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from coca_attention.ops import DistanceMap
 from coca_attention.ops.forms import get_form
 
 
@@ -98,6 +99,16 @@ def scores(form: str, q: Tensor, t: Tensor, m: Tensor, n: Tensor, theta: Tensor)
     return found + form_scores(form, q, t, m, n, theta[:collinear])
 
 
+def mapped_scores(form: str, q: Tensor, t: Tensor, distance: Tensor, theta: Tensor) -> Tensor:
+    """`scores` of one query at 0 and keys so far back, (S, P'), an own distance for every pair."""
+    rows = []
+    for key, back in enumerate(distance):
+        # Any distance of a pair is -1 with another angle per token.
+        m, n = torch.zeros(1, dtype=torch.float64), -torch.ones(1, dtype=torch.float64)
+        rows.append(scores(form, q, t[..., [key], :], m, n, back * theta))
+    return torch.cat(rows, dim=-1)
+
+
 def attention(
     scores: Tensor,
     value: Tensor,
@@ -131,8 +142,7 @@ def coca_attention(
     is_causal: bool = True,
     scale: float | None = None,
     bias: Tensor | None = None,
-    max_distance: int | None = None,
-    leak: float = 0.0,
+    distance_map: DistanceMap | None = None,
 ) -> Tensor:
     """`coca_attention.ops.coca_attention` from the printed equations, in float64.
 
@@ -146,15 +156,19 @@ def coca_attention(
     t, v = (x.repeat_interleave(heads // kv_heads, dim=-3) for x in (key_coefficients, value))
     q = pairs_of(query, interleaved, rotary_width)
     theta = thetas(rotary_width or width) if theta is None else theta
-    if max_distance is None:
+    if distance_map is None:
         found = scores(form, q, t, m, n, theta)
     else:
-        # For every query the keys that are farther away move closer.
-        rows, limit = [], max_distance
+        # For every query and pair the far keys move. Positions are then angles per θ = 1.
+        slope, start = (
+            torch.as_tensor(x, dtype=torch.float64).expand(len(theta))
+            for x in (distance_map.slope, distance_map.start)
+        )
+        rows = []
         for row, at in enumerate(m):
-            away = (at - n).double()
-            near = at - away.where(away < limit, limit + leak * (away - limit))
-            rows.append(scores(form, q[..., [row], :], t, at[None], near, theta))
+            away = (at - n).double().unsqueeze(-1)
+            mapped = torch.where(away < distance_map.near, away, slope * away + start)
+            rows.append(mapped_scores(form, q[..., [row], :], t, mapped, theta))
         found = torch.cat(rows, dim=-2)
     factor = width**-0.5 if scale is None else scale
     return attention(found, v, scale=factor, is_causal=is_causal, bias=bias)

@@ -6,7 +6,7 @@ from transformers import DynamicCache, LlamaConfig, StaticCache
 
 import oracle
 from coca_attention import CoCAAttention
-from coca_attention.ops import FORMS, Linear, Rotation
+from coca_attention.ops import FORMS, DistanceMap, Linear, Rotation
 from covering import covering
 
 
@@ -115,7 +115,11 @@ def test_dropout_applies_only_in_training():
         ((30, 4), {}, "not a multiple of num_heads"),
         ((12, 4), {}, "must be even"),
         ((32, 0), {}, "num_heads must be a whole number from 1, got 0"),
-        ((32, 4), {"rotation": Rotation(8, max_distance=4)}, "does not limit distances: leave"),
+        (
+            (32, 4),
+            {"rotation": Rotation(8, distance_map=DistanceMap.limited(4))},
+            "has no distance map: leave",
+        ),
         ((32, 4), {"free_pairs": 5}, "free_pairs must be .* between 0 and 4, got 5"),
         (("32", 4), {}, "hidden_size must be a whole number from 1, got '32'"),
         ((32, 4, 2.0), {}, r"num_key_value_heads must be a whole number from 1, got 2\.0"),

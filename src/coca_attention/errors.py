@@ -13,8 +13,17 @@ class UserError(ValueError):
     """
 
 
+RENAMED = {"max_distance": "near"}
+"""Names of settings that had another one, and that which they have."""
+
+
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
     """The end of a message about an unknown word: the nearest known one, or ``otherwise``."""
+    known = list(known)
+    start, dot, last = word.replace("max-distance", "max_distance").rpartition(".")
+    renamed = start + dot + last.replace(last.lstrip("-"), RENAMED.get(last.lstrip("-"), last))
+    if renamed in known:
+        return f"; it is called {renamed} now"
     near = get_close_matches(word, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else otherwise
 

@@ -135,7 +135,7 @@ class CoCAAttention(nn.Module):
 
     Raises:
         ValueError: If the sizes do not divide, the head width is odd, a value is out of range, or
-            the rotation is wider than a head or limits distances.
+            the rotation is wider than a head or has a distance map.
 
     Example:
         >>> attention = CoCAAttention(64, num_heads=4, num_key_value_heads=2)
@@ -170,10 +170,10 @@ class CoCAAttention(nn.Module):
             check_whole("window, a number of tokens,", window)
         self.form = get_form(form)
         self.rotation = rotation_of(rotation, head_dim)
-        if self.rotation.max_distance is not None:
+        if self.rotation.distance_map is not None:
             raise ValueError(
-                "CoCAAttention does not limit distances: leave max_distance out of the rotation, "
-                "or use coca_attention(...)"
+                "CoCAAttention has no distance map: leave it out of the rotation, or use "
+                "coca_attention(...)"
             )
         if linear:
             check_linear(self.form, self.rotation)

@@ -24,10 +24,12 @@ from coca_attention.models.configuration import (
     attention_of,
     head_width,
     rope_parameters,
+    rotation,
     training_length,
 )
 from coca_attention.models.conversion import Conversion, convert, load_original
 from coca_attention.models.extension import LIMITING, extend_context, extended_lengths
+from coca_attention.ops import DistanceMap
 from coca_lab.files import belongs_to, check_can_be_written, known_problem, writing
 from coca_lab.loading import load_model, model_without_weights, no_progress_bars, weight_files
 
@@ -51,8 +53,9 @@ ORIGINS = {
     "turning_pairs": "[HWFA](https://kexue.fm/archives/9603)",
     "temperature": "[log n scaling](https://kexue.fm/archives/8823)",
     "decay": "[KERPLE](https://arxiv.org/abs/2205.09921)",
-    "max_distance": "[ReRoPE](https://github.com/bojone/rerope)",
-    "leak": "[Leaky ReRoPE](https://kexue.fm/archives/9708)",
+    "limited": "[ReRoPE](https://github.com/bojone/rerope)",
+    "leaky": "[Leaky ReRoPE](https://kexue.fm/archives/9708)",
+    "shifted": "[STRING](https://arxiv.org/abs/2410.18745)",
     "yarn": "[YaRN](https://arxiv.org/abs/2309.00071)",
 }
 """By score form or rotary parameter, where its idea is from (docs/related-work.md)."""
@@ -180,6 +183,15 @@ def writing_model(
         raise UserError(f"{target} cannot be written: {problem}") from error
 
 
+def _kind_of_map(distance_map: DistanceMap | None) -> str:
+    """What a distance map is called in `ORIGINS`."""
+    if distance_map is None:
+        return ""
+    if distance_map.is_limit:
+        return "limited"
+    return "shifted" if distance_map.shares_keys else "leaky"
+
+
 def write_card(
     folder: str | Path,
     config: PreTrainedConfig,
@@ -205,6 +217,8 @@ def write_card(
         rope.get("rope_type"),
         *(name for name, value in rope.items() if value is not None),
     }
+    if "distance_map" in rope:
+        used.add(_kind_of_map(rotation(config, GLOBAL).distance_map))
     methods = ", ".join(dict.fromkeys(ORIGINS[method] for method in ORIGINS if method in used))
     ModelCard.from_template(
         data,

@@ -202,13 +202,13 @@ def _check_positions(model: ModelRecipe) -> None:
         raise UserError("window is for local layers: set layers")
     if model.decay_length and not model.decay:
         raise UserError(f"decay_length {model.decay_length} requires a decay")
-    if model.max_distance and model.attention == "slack":
+    if model.near and model.attention == "slack":
         raise UserError(
-            "max_distance needs scores that depend on the distance of rotary pairs alone, got "
+            "near needs scores that depend on the distance of rotary pairs alone, got "
             f"attention {model.attention}: use rope, strict or magnitude"
         )
-    if model.max_distance and (model.layers or model.decay):
-        raise UserError("max_distance is for models without layers and decay: leave it out")
+    if model.near and (model.layers or model.decay):
+        raise UserError("near is for models without layers and decay: leave it out")
 
 
 def _check_sizes(model: ModelRecipe) -> None:

@@ -19,7 +19,7 @@ PASSKEY, VALIDATION = "passkey", "validation"
 OWN = "own"
 BASELINES = ("rope", "alibi", OWN)
 # Where rotary attention differs from that of the body.
-POSITIONS = "layers", "turning_pairs", "temperature", "decay", "max_distance", "interpolation"
+POSITIONS = "layers", "turning_pairs", "temperature", "decay", "near", "interpolation"
 # What a stage may set of the section training.
 SCHEDULE = ("steps", "learning_rate", "warmup_share", "final_share")
 
@@ -70,7 +70,7 @@ class ModelRecipe(Roles, Architecture):
     """Roles of the layers, such as llg, repeated over all layers. l is local: attention over the
     last window tokens; g is global: dot products without positions over the whole text, with a
     temperature. By default all layers apply attention to the whole text."""
-    max_distance: Count | None = None
+    near: Count | None = None
     """Keys farther back than this many tokens are scored as if this far back, and a temperature
     makes no query smaller: what a rotary start says of texts up to this long does not change. Less
     than its training length may lose passkeys within it, which coca extend --check measures. Not

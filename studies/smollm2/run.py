@@ -53,9 +53,9 @@ Change = Callable[[PreTrainedModel, int], object]
 """What a method does to a model for texts of a length."""
 
 
-def limited(max_distance: int | None = None) -> Change:
+def limited(near: int | None = None) -> Change:
     """Limited distances (ReRoPE with log n)."""
-    return lambda model, length: convert(model, "rope", max_distance=max_distance)
+    return lambda model, length: convert(model, "rope", near=near)
 
 
 def leaky(model: PreTrainedModel, length: int) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from coca_attention.ops.clipped import attend_clipped
+from coca_attention.ops.distances import attend_by_distance
 
 
 class Unrotated(nn.Module):
@@ -45,7 +45,7 @@ def self_extend(model: Any, length: int, *, window: int) -> None:
     ) -> tuple[Tensor, None]:
         positions = torch.arange(key.shape[2], device=key.device)
         rows = positions[-query.shape[2] :]
-        output = attend_clipped(
+        output = attend_by_distance(
             rotate(query, rows),
             rotate(key, positions),
             rotate(query, rows // size + window - window // size),

@@ -44,7 +44,7 @@ def run(*words):
         ("full", "slack", {}, {}),
         ("half", "slack", {"free_pairs": 2}, {}),
         ("full", "strict", {}, {"decay": 1.5, "decay_length": 4.0}),
-        ("full", "rope", {"max_distance": 4}, {}),
+        ("full", "rope", {"near": 4}, {}),
     ],
     ids=["slack", "half cache", "decay", "limited distances"],
 )

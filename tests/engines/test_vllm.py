@@ -233,8 +233,8 @@ def linear():
             "a decay or max_",
         ),
         # Also in texts within the limit, where a longer one could follow.
-        (lambda: convert(random_model(), "rope", max_distance=64), "a decay or max_distance"),
-        (lambda: convert(random_model(), "strict", max_distance=64), "a decay or max_distance"),
+        (lambda: convert(random_model(), "rope", near=64), "a decay or a distance map"),
+        (lambda: convert(random_model(), "strict", near=64), "a decay or a distance map"),
         (scaled_dynamically, "dynamic scaling"),
         (linear, "linear attention"),
     ],

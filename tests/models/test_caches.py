@@ -1,5 +1,6 @@
 """Every piece of attention with every cache, whole and half."""
 
+from dataclasses import asdict
 from unittest.mock import MagicMock
 
 import pytest
@@ -10,6 +11,7 @@ from transformers.integrations.executorch import TorchExportableModuleWithStatic
 from coca_attention import convert
 from coca_attention.models.configuration import GLOBAL, LOCAL
 from coca_attention.models.layer_pass import halve_static_keys
+from coca_attention.ops import DistanceMap
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
 from covering import mostly_slow, pairs_slow
 from families import VARIED, WINDOWED, assert_reads_the_same, vanilla
@@ -25,8 +27,9 @@ PIECES = {
     "pairs that do not turn": ("strict", {}, {"turning_pairs": 1}),
     "temperature": ("slack", {}, {"temperature": 16}),
     "decay": ("strict", {}, {"decay": 1.5, "decay_length": 4.0}),
-    "max_distance": ("strict", {"max_distance": 11}, {}),
-    "leak": ("strict", {"max_distance": 11}, {"leak": 0.3}),
+    "limited": ("strict", {"near": 11}, {}),
+    "leaky": ("strict", {"near": 11}, {"distance_map": asdict(DistanceMap.leaky(11, 0.3))}),
+    "shifted": ("strict", {"near": 11}, {"distance_map": asdict(DistanceMap.shifted(11, 4))}),
     "roles": (
         "slack",
         {"free_pairs": {LOCAL: 0, GLOBAL: 4}},
@@ -42,7 +45,7 @@ CACHES = {
 }
 KINDS = ["full", "half"]
 # Pieces of layers in every kind of family, the others in one each.
-FAMILIES = [(piece, family) for piece in ("max_distance", "roles") for family in VARIED]
+FAMILIES = [(piece, family) for piece in ("limited", "shifted", "roles") for family in VARIED]
 ONCE = [(piece, VARIED[i % 4]) for i, piece in enumerate(PIECES)]
 FAMILIES += ONCE[:-2]
 
@@ -55,9 +58,9 @@ def model_with(piece: str, cache: str, kind: str, family: str = "Qwen2"):
         changes = {"layer_types": WINDOWED, "sliding_window": 8}
     elif cache == "quantised":
         changes = {"layer_types": None, "use_sliding_window": None}
-    model = vanilla(family, **changes)
+    model = convert(vanilla(family, **changes), form, kv_cache=kind, **settings)
     model.config.rope_parameters |= rotary
-    return convert(model, form, kv_cache=kind, **settings).double().eval()
+    return model.double().eval()
 
 
 @pytest.mark.parametrize(("piece", "cache", "kind"), pairs_slow(PIECES, CACHES, KINDS))

@@ -77,5 +77,5 @@ def test_what_is_for_causal_models_is_refused():
     rope = copy.deepcopy(model.config.rope_parameters)
     rope["full_attention"]["temperature"] = 16
     model.config.rope_parameters = rope
-    with pytest.raises(UserError, match="max_distance count the tokens before a query"):
+    with pytest.raises(UserError, match="distance_map count the tokens before a query"):
         convert(model)

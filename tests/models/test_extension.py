@@ -79,19 +79,19 @@ def test_the_rules_are_for_the_length_to_read():
 def test_limited_distances_change_nothing_up_to_their_limit_and_say_what_they_read():
     model, ids = vanilla("Llama").double(), some_tokens(vanilla("Llama"), length=40)
     before = logits(model, ids)
-    assert extend_context(model, max_distance=40) is model
+    assert extend_context(model, near=40) is model
     with pytest.raises(UserError, match="start from the model that it was made"):
         extend_context(model)
     assert difference(logits(model, ids), before) < 1e-6
     assert model.config.max_position_embeddings == 256 and training_length(model.config) == 64
-    assert rotation(model.config).max_distance == 40
+    assert rotation(model.config).distance_map.near == 40
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma 3"])
 def test_leaking_distances_stay_below_the_training_length(family, tmp_path):
     model = extend_context(vanilla(family), "leaky", to=160)
     turning = rotation(model.config, "full_attention")
-    near, leak = turning.max_distance, turning.leak
+    near, leak = turning.distance_map.near, turning.distance_map.slope
     assert (near, turning.temperature) == (32, None) and near + leak * (160 - near) == 64
     assert model.config.max_position_embeddings == 160
     ids = some_tokens(model, length=160)
@@ -130,13 +130,13 @@ def test_a_model_is_extended_for_a_while(method):
         (
             "Llama",
             {},
-            {"method": "yarn", "max_distance": 8},
+            {"method": "yarn", "near": 8},
             "for method limited: leave it out with yarn",
         ),
         ("Llama", {}, {"to": 64}, "the tokens to read, must be a whole number from 65"),
         ("Llama", {"rope_parameters": YARN}, {"method": "ntk"}, "replace the yarn scaling"),
         ("Phi-3", {}, {"method": "yarn"}, "phi3 cannot be saved with yarn"),
-        ("Llama", {}, {"max_distance": 65}, "at most the training length of 64"),
+        ("Llama", {}, {"near": 65}, "at most the training length of 64"),
         ("Llama", {"rope_parameters": LONGER}, {"method": "leaky"}, "dynamic scaling: choose lim"),
     ],
 )

@@ -247,7 +247,7 @@ def test_cell(family, capability, tmp_path):
 WAYS = {
     "strict": ("strict", {}),
     "half of the pairs": ("slack", {"free_pairs": 2}),
-    "limited": ("rope", {"max_distance": 11}),
+    "limited": ("rope", {"near": 11}),
     "roles": ("rope", {"roles": Roles("lg", window=6, decay=1.0)}),
 }
 # Whose weights have other names on disk, or whose norms have an offset.

@@ -10,13 +10,14 @@ from coca_attention.models import Roles
 from coca_attention.ops import attention
 from coca_attention.testing import difference, logits, some_tokens
 from covering import mostly_slow
-from families import VARIED, assert_compiles_and_trains, read_in_pieces, vanilla
+from families import MAPS, VARIED, assert_compiles_and_trains, read_in_pieces, set_map, vanilla
 from operands import Largest
 
 KINDS = {
     "roles": {"roles": Roles("lg", window=6, decay=1.0)},
-    "limited": {"max_distance": 16},
-    "leaky": {"max_distance": 16},
+    "limited": {"near": 16},
+    "leaky": {"near": 16},
+    "shifted": {"near": 16},
     "windows": {},
     "neither": {},
 }
@@ -26,7 +27,8 @@ def model_of(kind, family="Llama"):
     windows = ["sliding_attention" if kind == "windows" else "full_attention"] * 2
     changes = {"layer_types": windows} if family == "Qwen2" else {}
     model = convert(vanilla(family, **changes), "strict", **KINDS[kind]).double().eval()
-    model.config.rope_parameters |= {"leak": 0.3} if kind == "leaky" else {}
+    if kind in MAPS:
+        set_map(model, MAPS[kind])
     return model
 
 
@@ -53,6 +55,7 @@ CASES = [
     ("limited", "Llama", "padding"),
     ("limited", "GPT-NeoX", "packing"),
     ("leaky", "Mistral", "packing"),
+    ("shifted", "GLM-4", "padding"),
     ("windows", "Qwen2", "padding"),
     ("neither", "GLM-4", "packing"),
 ]
@@ -82,7 +85,7 @@ def test_outputs_and_gradients_are_those_of_whole_masks(kind, family, case, monk
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral"])
-@pytest.mark.parametrize("kind", ["roles", "limited", "leaky", "neither"])
+@pytest.mark.parametrize("kind", ["roles", "limited", "leaky", "shifted", "neither"])
 def test_padded_prompts_are_read_in_pieces(kind, family):
     model = model_of(kind, family)
     ids = some_tokens(model, batch=2, length=40)
@@ -98,7 +101,8 @@ def test_padded_prompts_are_read_in_pieces(kind, family):
 @pytest.mark.parametrize(
     ("kind", "family"),
     mostly_slow(
-        [("limited", "GPT-NeoX"), ("leaky", "Llama"), ("roles", "GLM-4")], [("limited", "GPT-NeoX")]
+        [("limited", "GPT-NeoX"), ("leaky", "Llama"), ("shifted", "Llama"), ("roles", "GLM-4")],
+        [("limited", "GPT-NeoX")],
     ),
 )
 def test_one_graph_without_breaks_and_training(kind, family):
@@ -107,7 +111,7 @@ def test_one_graph_without_breaks_and_training(kind, family):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["plain", "padding"])
-@pytest.mark.parametrize("kind", ["roles", "limited", "leaky"])
+@pytest.mark.parametrize("kind", ["roles", "limited", "leaky", "shifted"])
 def test_one_graph_serves_all_lengths(kind, case, monkeypatch):
     """One for the first length, which torch.compile takes for fixed, and one for all others."""
     model = model_of(kind)

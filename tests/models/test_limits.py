@@ -3,6 +3,7 @@
 The limit is the length that a model was made for, read from configurations as they are on the Hub.
 """
 
+from dataclasses import asdict
 from unittest.mock import Mock
 
 import pytest
@@ -16,11 +17,10 @@ from coca_attention.models.configuration import (
     attention_of,
     made_for,
     original_length,
-    rope_parameters,
     rotation,
 )
-from coca_attention.ops import coca_attention
-from coca_attention.ops.clipped import attend_clipped_half
+from coca_attention.ops import DistanceMap, coca_attention
+from coca_attention.ops.distances import attend_half_by_distance
 from coca_attention.testing import difference, logits, some_tokens
 from commands import run
 from covering import mostly_slow
@@ -32,17 +32,20 @@ from families import (
     left_padded,
     read_in_pieces,
     reloaded,
+    set_map,
     vanilla,
 )
 from public_models import CASES
 
-LIMIT = 11
+NEAR = 11
+MAPS = [DistanceMap.limited(NEAR), DistanceMap.leaky(NEAR, 0.3), DistanceMap.shifted(NEAR, 4)]
 
 
-def limited(family, form="rope", leak=None, **changes):
-    changes.setdefault("max_distance", LIMIT)
+def limited(family, form="rope", distance_map=None, **changes):
+    changes.setdefault("near", NEAR)
     model = convert(vanilla(family), form, **changes).double().eval()
-    rope_parameters(model.config).update({"leak": leak} if leak else {})
+    if distance_map is not None:
+        set_map(model, distance_map)
     return model
 
 
@@ -51,10 +54,14 @@ def test_nothing_changes_within_the_training_length(family, tmp_path):
     model = vanilla(family).double().eval()
     ids = some_tokens(model, length=64)
     before = logits(model, ids)
-    assert convert(model, "rope", max_distance=64) is model
+    assert convert(model, "rope", near=64) is model
     assert attention_of(model.config) == "rope"
     found = rotation(model.config, "full_attention")
-    assert (found.max_distance, found.temperature, found.decay) == (64, 64, None)
+    assert (found.distance_map, found.temperature, found.decay) == (
+        DistanceMap.limited(64),
+        64,
+        None,
+    )
     assert difference(logits(model, ids), before) < 1e-6
     longer = some_tokens(model.float(), length=80)
     assert difference(logits(reloaded(model, tmp_path), longer), logits(model, longer)) < 1e-6
@@ -71,7 +78,7 @@ VICUNA = {"max_position_embeddings": 16, "max_sequence_length": 64, "rope_parame
 
 def test_the_training_length_can_be_set():
     found = rotation(convert(vanilla("Llama"), "rope", length=16).config)
-    assert (found.max_distance, found.temperature) == (16, 16)
+    assert (found.distance_map.near, found.temperature) == (16, 16)
     roles = rotation(
         convert(vanilla("Llama"), "rope", roles=Roles("lg", decay=1.0), length=16).config
     )
@@ -109,12 +116,15 @@ def test_rules_by_the_length_of_the_text_are_kept_up_to_the_limit(rule):
     model = vanilla(family, rope_parameters=rope, **sizes).double().eval()
     texts = {n: some_tokens(model, length=n) for n in (10, 32, 33, 90)}
     before = {n: logits(model, ids) for n, ids in texts.items()}
-    convert(model, "rope", max_distance=32)
+    convert(model, "rope", near=32)
     assert all(difference(logits(model, texts[n]), before[n]) < 1e-6 for n in (10, 32))
     assert_reads_the_same(model, texts[33])
     assert not rotation(model.config).follows_length
     # A limit beyond the length of the rule, whose frequencies then change with the text.
-    model.config.rope_parameters |= {"max_distance": 90, "temperature": 90}
+    model.config.rope_parameters |= {
+        "distance_map": asdict(DistanceMap.limited(90)),
+        "temperature": 90,
+    }
     assert all(difference(logits(model, texts[n]), before[n]) < 1e-6 for n in texts)
 
 
@@ -140,10 +150,10 @@ def test_a_window_that_the_family_ignores_is_none():
     assert torch.equal(*(logits(model, ids) for model in models))
 
 
-@pytest.mark.parametrize("leak", [None, 0.3])
+@pytest.mark.parametrize("distance_map", MAPS)
 @pytest.mark.parametrize("family", VARIED)
-def test_a_layer_is_the_operator(family, leak):
-    model, calls = limited(family, "magnitude", leak), []
+def test_a_layer_is_the_operator(family, distance_map):
+    model, calls = limited(family, "magnitude", distance_map), []
     ids = some_tokens(model, length=30)
     layer = attentions(model)[-1]
     output = layer.get_submodule(layer.layout.output_name)
@@ -153,7 +163,7 @@ def test_a_layer_is_the_operator(family, leak):
     output.register_forward_pre_hook(lambda m, a: calls.append(a[0]))
     logits(model, ids)
     turning = rotation(model.config, getattr(layer, "layer_type", None))
-    assert (turning.max_distance, turning.leak) == (LIMIT, leak)
+    assert turning.distance_map == distance_map
     options = {"interleaved": layer.layout.interleaved, "scale": layer.scaling}
     with torch.no_grad():
         tensors = layer.project(calls[0])
@@ -161,21 +171,22 @@ def test_a_layer_is_the_operator(family, leak):
     assert difference(calls[1], expected.transpose(1, 2).flatten(2)) < 1e-12
 
 
-@pytest.mark.parametrize("leak", [None, 0.3])
+@pytest.mark.parametrize("distance_map", MAPS)
 @pytest.mark.parametrize(("family", "form"), [("Llama", "rope"), ("GPT-NeoX", "strict")])
-def test_one_token_is_scored_without_forming_keys(family, form, leak, monkeypatch):
+def test_one_token_is_scored_without_forming_keys(family, form, distance_map, monkeypatch):
     """Also with left padding; the logits are those of a single pass."""
-    model, half = limited(family, form, leak), Mock(wraps=attend_clipped_half)
-    monkeypatch.setattr("coca_attention.models.layer_pass.attend_clipped_half", half)
+    model = limited(family, form, distance_map, kv_cache="half")
+    half = Mock(wraps=attend_half_by_distance)
+    monkeypatch.setattr("coca_attention.models.layer_pass.attend_half_by_distance", half)
     ids, mask = left_padded(some_tokens(model, length=30), 4)
     expected = logits(model, ids, attention_mask=mask)
     found = read_in_pieces(model, ids, (26, *range(27, 35)), mask, DynamicCache())
     assert difference(found[mask.bool()], expected[mask.bool()]) < 1e-12
     assert half.call_count == 8 * len(attentions(model))
-    narrow = half.call_args.args
-    ours = attend_clipped_half(*(x.bfloat16() for x in narrow[:4]), *narrow[4:])
+    tensors, options = half.call_args
+    ours = attend_half_by_distance(*(x.bfloat16() for x in tensors), **options)
     assert ours.dtype == torch.bfloat16
-    assert difference(ours.double(), half(*narrow)) < 0.05
+    assert difference(ours.double(), half(*tensors, **options)) < 0.05
 
 
 def test_what_cannot_work_is_refused():
@@ -188,7 +199,7 @@ def test_what_cannot_work_is_refused():
     with pytest.raises(ValueError, match="eager or flex_attention; got flash_attention_2"):
         model(some_tokens(model), use_cache=False)
     model.config.is_causal = False
-    with pytest.raises(ValueError, match="max_distance are for causal models"):
+    with pytest.raises(ValueError, match="distance_map are for causal models"):
         logits(model, some_tokens(model))
     model = vanilla("Gemma 3", use_bidirectional_attention=True)  # embeddinggemma-300m
     with pytest.raises(UserError, match="an encoder a query sees those after it"):
@@ -269,6 +280,6 @@ def test_by_default_nothing_changes_in_texts_that_the_model_was_made_to_read(cha
     longest, longer = some_tokens(model, length=64), some_tokens(model, length=68)
     before = [logits(model, ids) for ids in (longest, longer)]
     found = rotation(convert(model, "rope").config)
-    assert (found.max_distance, found.temperature) == (64, 64)
+    assert (found.distance_map.near, found.temperature) == (64, 64)
     assert difference(logits(model, longest), before[0]) < rounding
     assert difference(logits(model, longer), before[1]) > 1e-4

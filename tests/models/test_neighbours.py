@@ -214,7 +214,7 @@ def test_continuous_batching_is_refused(kind, scaling, message, monkeypatch):
     monkeypatch.setattr("coca_attention.models.decoder.CACHE", "past_key_values")
     for name in ("limited", "roles with a decay"):
         with pytest.raises(
-            ValueError, match=r"before Transformers 5\.24 .* a decay or max_distance"
+            ValueError, match=r"before Transformers 5\.24 .* a decay or a distance map"
         ):
             made(name).init_continuous_batching()
 

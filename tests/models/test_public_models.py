@@ -59,7 +59,7 @@ def check_converted(case, folder, capsys):
     continued = greedy(model, prompt)
     limited = convert(model, "rope")
     rope = rope_parameters(limited.config)
-    assert (rope["max_distance"], rope["temperature"]) == (length, length)
+    assert (rope["distance_map"]["near"], rope["temperature"]) == (length, length)
     for text, expected in zip(texts, vanilla, strict=True):
         assert difference(logits(limited, text), expected) < ROUND_OFF
     changed = difference(logits(limited, beyond), far)

@@ -203,7 +203,7 @@ def test_local_layers_keep_the_rule_they_were_trained_with(family, kind, tmp_pat
     ids = some_tokens(model, length=16)
     before = logits(model, ids)
     if family == "Qwen3":  # with a window in its first layer
-        convert(model, "rope", max_distance=16)
+        convert(model, "rope", near=16)
     else:
         pairs = rotation(model.config).width // 2
         same = Roles("lg", window=16, turning_pairs=pairs, temperature=False)

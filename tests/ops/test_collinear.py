@@ -9,6 +9,7 @@ import torch
 import oracle
 from coca_attention.ops import (
     FORMS,
+    DistanceMap,
     Rotation,
     attend,
     attention,
@@ -98,18 +99,20 @@ def test_the_formulas_of_the_source_are_what_is_computed(form):
         assert (ours - exact).abs().max() <= 1e-12
 
 
-@pytest.mark.parametrize(("window", "limit"), [(None, None), (20, None), (None, 7)])
+@pytest.mark.parametrize(
+    ("window", "limit"), [(None, None), (20, None), (None, DistanceMap.limited(7))]
+)
 def test_temperature_multiplies_scores_by_the_logarithm_of_visible_keys(window, limit):
     """Where distances are limited it makes no score smaller."""
     q, t, v = operands()
-    rotation = Rotation(16, temperature=20, max_distance=limit)
+    rotation = Rotation(16, temperature=20, distance_map=limit)
     ours = coca_attention(q, t, v, rotation=rotation, form="strict", window=window)
     seen = torch.arange(17, 30).clamp(max=window or 29).double()
     factor = ((seen + 1).log() / math.log(21)).clamp(min=1 if limit else 0).unsqueeze(-1)
     distance = torch.arange(16, 29)[:, None] - torch.arange(29)
     bias = torch.zeros(13, 29).masked_fill(distance >= (window or 29), -torch.inf)
     # Scores of strict grow with the square of the query.
-    options = {"form": "strict", "bias": bias, "max_distance": limit}
+    options = {"form": "strict", "bias": bias, "distance_map": limit}
     exact = oracle.coca_attention(q * factor.sqrt(), t, v, **options)
     assert (ours - exact).abs().max() <= 1e-12
 

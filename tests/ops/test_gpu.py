@@ -10,6 +10,7 @@ import oracle
 from coca_attention.models.conversion import convert
 from coca_attention.ops import (
     FORMS,
+    DistanceMap,
     Rotation,
     attend,
     attend_half,
@@ -152,7 +153,7 @@ def test_windows_and_sinks(window, queries, with_sinks):
 def test_limited_distances(form, free, queries, limit):
     sizes = {"heads": 4, "kv_heads": 2, "queries": queries, "keys": 1000}
     tensors = operands(batch=2, **sizes, width=64, value_width=64, free=free)
-    rotation = Rotation(64, max_distance=limit)
+    rotation = Rotation(64, distance_map=DistanceMap.limited(limit))
     assert_close_to_float64(
         lambda q, t, v: coca_attention(q, t, v, form=form, rotation=rotation), tensors
     )
@@ -165,5 +166,7 @@ def test_windows_and_limits_need_no_mask(monkeypatch, sinks):
     q, t, v = inputs(torch.bfloat16, 1000)
     sinks = None if sinks is None else sinks.cuda()
     attend(q, torch.cat((t, t), dim=-1), v, window=64, sinks=sinks)
-    coca_attention(q, t, v, form="strict", rotation=Rotation(64, max_distance=64))
+    coca_attention(
+        q, t, v, form="strict", rotation=Rotation(64, distance_map=DistanceMap.limited(64))
+    )
     assert not masked.called

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import oracle
-from coca_attention.ops import RULES, Rotation, coca_linear_attention
+from coca_attention.ops import RULES, DistanceMap, Rotation, coca_linear_attention
 from operands import assert_same_with_gradients, normal, operands
 
 
@@ -106,7 +106,7 @@ def test_half_precision_is_as_exact_as_its_inputs(dtype):
     ("options", "words"),
     [
         ({"form": "slack"}, "shift-invariant"),
-        ({"rotation": Rotation(16, max_distance=8)}, "max_distance"),
+        ({"rotation": Rotation(16, distance_map=DistanceMap.limited(8))}, "a distance map"),
         ({"rotation": Rotation(16, rule=RULES["dynamic"](2.0, 8))}, "follows"),
         ({"key_coefficients": normal(2, 2, 10, 16)}, "key_coefficients must be"),
         ({"value": normal(2, 2, 9, 7)}, "key length must match"),

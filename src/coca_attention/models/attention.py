@@ -8,7 +8,7 @@ FlexAttention and eager attention all compute CoCA. What they do not compute, or
 `LayerPass`.
 
 The cache stores K' after rotation, of the usual width D (``kv_cache="full"``), or the coefficients
-before rotation, of width P + F (``"half"``, and with limited distances).
+before rotation, of width P + F (``"half"``, and with a distance map whose slope is not 1).
 """
 
 from inspect import signature
@@ -122,21 +122,31 @@ class CollinearAttention(nn.Module):
             return self._projected(output, hidden_states), None
         length, weights = hidden_states.shape[1], None
         layer = decoder_pass.layer(self, attention_mask, position_embeddings, cache, length)
-        half = self.config.kv_cache == "half" or layer.angles.far is not None
-        if half:
-            coefficients, value = self._cached(cache, coefficients, value, kwargs)
-        layer = layer.within_limits(coefficients.shape[-2])
+        far = layer.angles.far
+        half = self.config.kv_cache == "half"
+        half = half or (far is not None and not far.distance_map.shares_keys)
+        stored = coefficients
+        if not half:
+            # Tables of this pass: what the cache has already is rotated.
+            cos, sin = layer.angles.cos, layer.angles.sin
+            stored = key_map(coefficients, cos, sin, free_pairs=self.free_pairs)
+        stored, value = self._cached(cache, stored, value, kwargs)
+        layer = layer.within_near(stored.shape[-2])
         query = self.map_query(projected, layer.angles, layer.angles.cos, layer.angles.sin)
-        path = layer.path(query, coefficients if half else None)
-        if path == "far":
-            output, weights = layer.attend_far(projected, query, coefficients, value)
+        path = layer.path(query, stored if half else None)
+        if path in ("far", "far half"):
+            far_query = layer.far_query(projected)
+            if path == "far half":
+                output = layer.attend_far_half(query, far_query, stored, value)
+            else:
+                output, weights = layer.attend_far(query, far_query, stored, value, half)
         elif path == "half":
-            output = layer.attend_half(query, coefficients, value)
+            output = layer.attend_half(query, stored, value)
         else:
-            tables = layer.key_tables(coefficients.shape[-2])
-            key = key_map(coefficients, *tables, free_pairs=self.free_pairs)
-            if not half:
-                key, value = self._cached(cache, key, value, kwargs)
+            key = stored
+            if half:
+                tables = layer.key_tables(stored.shape[-2])
+                key = key_map(stored, *tables, free_pairs=self.free_pairs)
             if path == "blocks":
                 output = layer.attend_keys(query, key, value)
             else:

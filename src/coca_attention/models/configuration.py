@@ -1,6 +1,6 @@
 """Configurations: what their fields say, and those of CoCA models."""
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from coca_attention.errors import UserError
-from coca_attention.ops import RULES, Rotation, Rule, get_form
+from coca_attention.ops import RULES, DistanceMap, Rotation, Rule, get_form
 from coca_attention.ops.checks import check_heads, check_whole, check_width
 from coca_attention.ops.forms import check_shift_invariant
 from coca_attention.ops.linear import check_linear
@@ -21,9 +21,11 @@ STATEFUL = "hybrid"
 ROTATION_FIELDS = {
     "turning_pairs" if item.name == "turning" else item.name: item.name
     for item in fields(Rotation)
-    if item.name not in ("width", "base", "rule")
+    if item.name not in ("width", "base", "rule", "settles")
 }
 """Our additions to ``rope_parameters``, and the fields of a `Rotation` that they are."""
+DISTANCE_FIELDS = tuple(item.name for item in fields(DistanceMap))
+"""What ``distance_map`` in ``rope_parameters`` has."""
 LOCAL_RULE = "local"
 """Our addition to ``rope_parameters``: those of local layers that keep a rule of the original."""
 UNSUPPORTED = {
@@ -100,8 +102,8 @@ def made_for(config: PreTrainedConfig) -> tuple[int | None, str]:
         for name in ("max_sequence_length", "model_max_length")  # Vicuna, Command R
         if isinstance(value := getattr(config, name, None), int) and value >= (longest or 1)
     ]
-    if rope.get("max_distance") and rope.get("temperature"):
-        return rope["temperature"], "what limits of distances were set for"
+    if rope.get("distance_map") and rope.get("temperature"):
+        return rope["temperature"], "what its distance map was set for"
     if longest is None:
         return max(stated, default=(given, "original_max_position_embeddings"))
     found = [(longest, "max_position_embeddings")]
@@ -178,9 +180,15 @@ def has_own_roles(config: PreTrainedConfig) -> bool:
 
 
 def counts_distances(config: PreTrainedConfig) -> bool:
-    """Whether scores depend on distances beside the angles: a decay, or limited distances."""
+    """Whether scores depend on distances beside the angles: a decay, or a distance map."""
     rope = rope_parameters(config)
-    return bool(rope.get("decay")) or rope.get("max_distance") is not None
+    return bool(rope.get("decay")) or rope.get("distance_map") is not None
+
+
+def keeps_coefficients(config: PreTrainedConfig) -> bool:
+    """Whether the cache has coefficients before rotation, for far keys if not by ``kv_cache``."""
+    found = rotation(config).distance_map
+    return config.kv_cache == "half" or (found is not None and not found.shares_keys)
 
 
 def rope_type_of(kind: str) -> str:
@@ -210,13 +218,49 @@ def rotation(config: PreTrainedConfig, layer_type: str | None = None) -> Rotatio
         )
     longest = getattr(config, "max_position_embeddings", None)
     trained = rope.get("original_max_position_embeddings") or longest  # as Transformers reads it
-    made = rules[rope_type].from_parameters(rope, trained, longest)
+    made, settles = rules[rope_type].from_parameters(rope, trained, longest), None
+    options = {
+        name: rope[key] for key, name in ROTATION_FIELDS.items() if rope.get(key) is not None
+    }
+    if "distance_map" in options:
+        options["distance_map"] = _distance_map(options["distance_map"])
+    if local:
+        beside = rope_parameters(config, layer_type).get("distance_map")
+        if beside is None:
+            made = made.for_length(config.sliding_window)
+        elif _distance_map(beside).is_limit:
+            # Up to near tokens nothing is to change: longrope selects its factors by the text.
+            settles = _distance_map(beside).near
     return Rotation(
         width=int(head_width(config) * rope.get("partial_rotary_factor", 1.0)),
         base=float(rope.get("rope_theta", 10000.0)),
-        rule=made.for_length(config.sliding_window) if local else made,
-        **{name: rope[key] for key, name in ROTATION_FIELDS.items() if rope.get(key) is not None},
+        rule=made,
+        settles=settles,
+        **options,
     )
+
+
+def _distance_map(given: Any) -> DistanceMap:
+    """That of ``rope_parameters``, where tuples are lists; ValueError if something is missing."""
+    if not isinstance(given, dict) or {*given} != {*DISTANCE_FIELDS}:
+        raise ValueError(
+            f"distance_map in rope_parameters must have {', '.join(DISTANCE_FIELDS)}, got {given!r}"
+        )
+    return DistanceMap(**{n: tuple(x) if isinstance(x, list) else x for n, x in given.items()})
+
+
+def with_distance_map(rope: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Rotary parameters with a distance map for what older versions saved in its place.
+
+    They had ``max_distance`` W, and ``leak``: f(d) = W + leak (d - W) from W on.
+    """
+    if rope is None:
+        return None
+    rope = {key: with_distance_map(x) if isinstance(x, dict) else x for key, x in rope.items()}
+    near, slope = rope.pop("max_distance", None), rope.pop("leak", None)
+    if near is not None:
+        rope["distance_map"] = asdict(DistanceMap.leaky(near, slope or 0.0))
+    return rope
 
 
 def transformers_frequencies(
@@ -257,10 +301,8 @@ class CoCAConfig:
             attention; a dictionary if it differs between layer types.
         kv_cache: What is cached besides the values. ``full``: the effective keys, as wide as a
             head; works everywhere. ``half``: the coefficients before rotation, half as wide
-            (without free pairs); with ``max_distance``, ``full`` caches them too. Their positions
-            are counted back from the current token, so in a text read in several passes the
-            positions of the real tokens must be consecutive; so they must with any cache if there
-            is a ``decay``, which counts distances alike.
+            (without free pairs); with a ``distance_map`` whose slope is not 1, ``full`` caches
+            them too. The cache object then keeps the positions of its tokens beside them.
         coca_linear: Whether attention is linear (see `coca_attention.ops.linear`), in the forms
             strict and magnitude: the cache is then one state per layer, whatever the length, and
             two bytes a token that count them. Masks are (batch, tokens), and a row is one document.
@@ -274,6 +316,7 @@ class CoCAConfig:
     def __post_init__(self: Any, **kwargs: Any) -> None:
         if self.coca_linear and not kwargs.get("layer_types"):
             kwargs["layer_types"] = [STATEFUL] * self.num_hidden_layers
+        self.rope_parameters = with_distance_map(self.rope_parameters)
         super().__post_init__(**kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -306,12 +349,12 @@ class CoCAConfig:
                 raise ValueError(
                     f"partial_rotary_factor must be at most 1, got {turning.width / width:g}"
                 )
-            if turning.max_distance is not None and free < width // 2:
-                check_shift_invariant(form, "max_distance")
-            counts = (turning.temperature, turning.decay, turning.max_distance)
+            if turning.distance_map is not None and free < width // 2:
+                check_shift_invariant(form, "a distance map")
+            counts = (turning.temperature, turning.bias, turning.distance_map)
             if self._sees_both_directions and any(x is not None for x in counts):
                 raise ValueError(
-                    "temperature, decay and max_distance count the tokens before a query, but in "
+                    "temperature, decay and distance_map count the tokens before a query, but in "
                     "an encoder a query sees those after it, too: leave them out"
                 )
 

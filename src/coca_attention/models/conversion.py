@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,7 +42,7 @@ from coca_attention.models.decoder import (
 from coca_attention.models.families import FAMILIES, Family, supported_families
 from coca_attention.models.fused import FUSED
 from coca_attention.models.projections import AttentionLayout
-from coca_attention.ops import FORMS
+from coca_attention.ops import FORMS, DistanceMap
 from coca_attention.ops.checks import check_whole
 from coca_attention.roles import Roles
 
@@ -63,14 +63,14 @@ class Conversion:
     form: str = "slack"
     """Score form: slack (the paper's Eq. 10), strict (Eq. 9) or magnitude (cf. PoPE); with roles,
     that of the local layers. rope keeps rotary attention; without roles it limits distances
-    (ReRoPE), which changes nothing in texts of up to max_distance tokens."""
+    (ReRoPE), which changes nothing in texts of up to near tokens."""
     free_pairs: int = 0
     """The last rotary pairs of every head, which keep their ordinary keys and scores. With all of
     them free the model computes what it did before."""
     roles: Roles | None = None
     """Which layers become local and which global; by default the family's own. Not for families
     with rotary parameters of their own per layer type."""
-    max_distance: int | None = None
+    near: int | None = None
     """W: in layers that see the whole text, keys farther back than W tokens are scored as if W
     back, and queries beyond the training length L grow with the logarithm of the tokens they see.
     By default L for rope without roles, and no limit for other forms. Less may find more in longer
@@ -92,9 +92,9 @@ class Conversion:
             raise UserError("roles determine the free pairs: leave out free_pairs")
         if self.free_pairs and self.form == "rope":
             raise UserError("all pairs are free with form rope: leave out free_pairs")
-        if self.max_distance is not None and self.roles is not None:
-            raise UserError("roles limit no distances: leave out max_distance")
-        for name in ("length", "max_distance"):
+        if self.near is not None and self.roles is not None:
+            raise UserError("roles limit no distances: leave out near")
+        for name in ("length", "near"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), error=UserError)
         if self.length is not None and self.roles is None and not self.limits_distances:
@@ -103,7 +103,7 @@ class Conversion:
     @property
     def limits_distances(self) -> bool:
         """Whether distances are limited in layers that see the whole text."""
-        return self.roles is None and (self.form == "rope" or self.max_distance is not None)
+        return self.roles is None and (self.form == "rope" or self.near is not None)
 
     @property
     def changes_function(self) -> bool:
@@ -126,7 +126,7 @@ def convert(
             classification or question answering, or decoder. Of a model on the meta device,
             classes, configuration and shapes are converted.
         form: Name of the score form, or a `Conversion`.
-        **settings: Fields of `Conversion`, such as ``max_distance=4096``.
+        **settings: Fields of `Conversion`, such as ``near=4096``.
 
     Returns:
         The same model.
@@ -176,10 +176,13 @@ def forget_gguf(model: PreTrainedModel) -> None:
 def _warn_if_unaffected(config: PreTrainedConfig) -> None:
     """Warn if distances are limited that no layer's window reaches."""
     found, window = rotation(config, GLOBAL), window_of(config)
-    limit, length = found.max_distance, found.temperature
-    if window is not None and limit and length and window <= min(limit + 1, length):
+    length = found.temperature
+    if window is None or found.distance_map is None or length is None:
+        return
+    near = found.distance_map.near
+    if window <= min(near + 1, length):
         seen = f"every layer sees the last {window:,} tokens"
-        log.warning(f"Limiting distances to {limit:,} tokens changes nothing: {seen}.")
+        log.warning(f"Limiting distances to {near:,} tokens changes nothing: {seen}.")
 
 
 def _find_family(model: PreTrainedModel) -> tuple[Family, type]:
@@ -305,12 +308,15 @@ def _added_fields(config: PreTrainedConfig, wanted: Conversion) -> dict[str, Any
         )
     if wanted.roles is None:
         every, rope = config.rope_parameters or {}, rope_parameters(config)
-        limit = length if wanted.max_distance is None else wanted.max_distance
-        if limit > length:
+        near = length if wanted.near is None else wanted.near
+        if near > length:
             raise UserError(
-                f"max_distance must be at most the training length of {length} tokens, got {limit}"
+                f"near must be at most the training length of {length} tokens, got {near}"
             )
-        limited = rope | {"temperature": length, "max_distance": limit}
+        limited = rope | {
+            "temperature": length,
+            "distance_map": asdict(DistanceMap.limited(near)),
+        }
         return added | {"rope_parameters": limited if rope is every else every | {GLOBAL: limited}}
     return added | role_fields(wanted.roles, wanted.form, config, length)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel, initialization
+from transformers import Cache, PreTrainedConfig, PreTrainedModel, initialization
 from transformers.masking_utils import (
     create_causal_mask,
     create_sliding_window_causal_mask,
@@ -23,6 +23,7 @@ from coca_attention.models.configuration import (
     LOCAL,
     counts_distances,
     has_own_roles,
+    keeps_coefficients,
     rotation,
 )
 from coca_attention.models.key_positions import CachedPositions, KeyPositions, PagedPositions
@@ -66,8 +67,8 @@ def check_mixing(config: PreTrainedConfig, where: str, *, distances: bool) -> No
         unsupported = f"{scaled.rule.kind} scaling: use ntk, or set a target length"
     elif config.coca_linear:
         unsupported = "linear attention: use generate() with a batch"
-    elif (scaled.decay or scaled.max_distance) is not None and not distances:
-        unsupported = "a decay or max_distance"
+    elif counts_distances(config) and not distances:
+        unsupported = "a decay or a distance map"
     if unsupported:
         raise ValueError(
             f"{where} mixes the tokens of several texts: it does not support {unsupported}"
@@ -147,7 +148,7 @@ class CollinearModel(CollinearPreTrained):
         elif isinstance(attention_mask, dict) and len(attention_mask) == 1:
             # Families without layer types take no dictionary.
             attention_mask = next(iter(attention_mask.values()))
-        return forward(
+        output = forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=reading.position_ids,
@@ -156,6 +157,10 @@ class CollinearModel(CollinearPreTrained):
             **{CACHE: cache},
             **kwargs,
         )
+        if isinstance(decoder_pass.positions, CachedPositions):
+            # Without a cache Transformers may have made one.
+            decoder_pass.positions.keep_in(cache or _cache_of(output))
+        return output
 
     def _pass(self, reading: "Reading", options: dict[str, Any]) -> Pass:
         """What this pass hands to all layers, given the other arguments of the decoder."""
@@ -163,21 +168,26 @@ class CollinearModel(CollinearPreTrained):
             return Pass(linear=self._linear(reading))
         band = self._band(reading, options.get("use_cache"))
         roles = self._roles(reading, band) if has_own_roles(self.config) else None
-        return Pass(self._positions(reading, options), band, roles)
+        return Pass(self._positions(reading, options, band), band, roles)
 
-    def _positions(self, reading: "Reading", options: dict[str, Any]) -> KeyPositions | None:
+    def _positions(
+        self, reading: "Reading", options: dict[str, Any], band: Band | None
+    ) -> KeyPositions | None:
         """Positions of the keys, where scores depend on them or the cache has no effective keys."""
         counts = counts_distances(self.config)
         if counts and not getattr(self.config, "is_causal", True):
             raise ValueError(
-                "a decay and max_distance are for causal models: leave them out of rope_parameters"
+                "a decay and distance_map are for causal models: leave them out of rope_parameters"
             )
         wide = torch.promote_types(self.dtype, torch.float32)
         settings = self.config, wide, reading.position_ids
         if counts and reading.is_paged:
             return PagedPositions(*settings, options["cu_seq_lens_q"], options["cu_seq_lens_k"])
-        if counts or (self.config.kv_cache == "half" and reading.cache is not None):
-            return CachedPositions(*settings, reading.cache, reading.padding)
+        if counts or self.config.kv_cache == "half":
+            # Without a mask segments are documents, found by their positions.
+            documents = band is not None and band.segments is not None and reading.mask is None
+            in_order = documents or (not reading.is_placed and reading.cache is None)
+            return CachedPositions(*settings, reading.cache, reading.padding, in_order)
         return None
 
     def _band(self, reading: "Reading", use_cache: bool | None) -> Band | None:
@@ -284,6 +294,12 @@ class Reading:
         return self.given_cache is not self.cache
 
 
+def _cache_of(output: Any) -> Cache | None:
+    """The cache that a decoder returns."""
+    parts = output if isinstance(output, tuple) else output.to_tuple()
+    return next((x for x in parts if isinstance(x, Cache)), None)
+
+
 def _check_one_document(position_ids: Tensor) -> None:
     """Raise UserError if a row has several documents, or is in a graph, which cannot tell."""
     if compiling() or find_packed_sequence_indices(position_ids) is not None:
@@ -315,7 +331,7 @@ class CollinearForCausalLM(CollinearHead):
 
     def _get_static_cache_init_shape(self) -> object:
         # Transformers assumes keys as wide as values; without a shape, the first update decides.
-        if self.config.kv_cache == "half" or rotation(self.config).max_distance is not None:
+        if keeps_coefficients(self.config):
             return None
         return super()._get_static_cache_init_shape()  # pyright: ignore[reportAttributeAccessIssue]
 

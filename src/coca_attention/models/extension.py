@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Literal, get_args
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -17,7 +18,7 @@ from coca_attention.models.configuration import (
 )
 from coca_attention.models.conversion import convert, forget_gguf
 from coca_attention.models.scaling import rotary_restored, set_rotary_scaling
-from coca_attention.ops import NTK
+from coca_attention.ops import NTK, DistanceMap
 from coca_attention.ops.checks import check_whole
 
 Method = Literal["limited", "yarn", "dynamic", "ntk", "leaky"]
@@ -32,7 +33,7 @@ def extend_context(
     *,
     to: int | None = None,
     length: int | None = None,
-    max_distance: int | None = None,
+    near: int | None = None,
 ) -> PreTrainedModel:
     """Let a rotary model read longer texts than it was made for, in place and without training.
 
@@ -42,7 +43,7 @@ def extend_context(
 
     Args:
         model: A loaded model of a supported family, with rotary positions as in training.
-        method: ``limited``: keys farther back than ``max_distance`` tokens are scored as if they
+        method: ``limited``: keys farther back than ``near`` tokens are scored as if they
             were that far back, which changes nothing in texts of up to as many tokens (ReRoPE with
             log n scaling). ``leaky``: beyond L / 2 distances grow so slowly that none reaches L
             (Leaky ReRoPE, Su 2023; Self-Extend, arXiv 2401.01325, rounds them), in short texts as
@@ -52,7 +53,7 @@ def extend_context(
         to: The longest text in tokens that the model is to read; by default 4 L.
         length: L, the length in tokens that the model was made for; by default what its
             configuration says.
-        max_distance: W, for ``limited``; by default L.
+        near: W, for ``limited``; by default L.
 
     Returns:
         The same model. Its ``max_position_embeddings`` is ``to``; with ``dynamic`` it stays L, from
@@ -72,18 +73,18 @@ def extend_context(
     if method not in METHODS:
         hint = did_you_mean(method, METHODS)
         raise UserError(f"method must be one of {', '.join(METHODS)}, got {method!r}{hint}")
-    if method != "limited" and max_distance is not None:
-        raise UserError(f"max_distance is for method limited: leave it out with {method}")
+    if method != "limited" and near is not None:
+        raise UserError(f"near is for method limited: leave it out with {method}")
     if method not in LIMITING:
         forget_gguf(model)
         _set_rule(model, method, length, to)
         return model
     if method == "leaky":
         _check_leak(model.config.get_text_config(), length, to)
-        max_distance = _leaky_from(length)
-    convert(model, "rope", length=length, max_distance=max_distance)
+        near = _leaky_from(length)
+    convert(model, "rope", length=length, near=near)
     config: PreTrainedConfig = model.config.get_text_config()
-    limit_distances(config, method, length, to, max_distance)
+    limit_distances(config, method, length, to, near)
     # These rules compute from it what they do.
     if rope_parameters(config).get("rope_type") not in ("dynamic", "longrope"):
         config.max_position_embeddings = to
@@ -91,17 +92,18 @@ def extend_context(
 
 
 def limit_distances(
-    config: PreTrainedConfig, method: Method, length: int, to: int, max_distance: int | None = None
+    config: PreTrainedConfig, method: Method, length: int, to: int, near: int | None = None
 ) -> None:
     """Set the limits of a method of `LIMITING` in a configuration with limited distances."""
     rope = rope_parameters(config)
-    for name in ("temperature", "max_distance", "leak"):
-        rope.pop(name, None)
+    rope.pop("temperature", None)
     if method == "leaky":
         near = _leaky_from(length)
-        rope |= {"max_distance": near, "leak": (length - near) / (to - near)}
+        distance_map = DistanceMap.leaky(near, (length - near) / (to - near))
     else:
-        rope |= {"temperature": length, "max_distance": max_distance or length}
+        distance_map = DistanceMap.limited(near or length)
+        rope["temperature"] = length
+    rope["distance_map"] = asdict(distance_map)
 
 
 def _leaky_from(length: int) -> int:

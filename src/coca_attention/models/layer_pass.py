@@ -1,6 +1,6 @@
 """Attention of one layer in one pass where Transformers' attention functions do not compute it.
 
-A decay, limited distances, windows without a mask, and one token over a half cache. Every method is
+A decay, a distance map, windows without a mask, and one token over a half cache. Every method is
 exact.
 
 Legend: B batch, T query length, S key length or slots of a cache, H query heads, G key/value heads,
@@ -8,6 +8,7 @@ D head width, P = D/2 rotary pairs, F free pairs, R rotary width.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,13 +21,13 @@ from coca_attention.models.configuration import window_of
 from coca_attention.models.key_positions import KeyPositions
 from coca_attention.models.rotary import Angles
 from coca_attention.ops import attend, attend_half, key_map, tile_length
-from coca_attention.ops.clipped import (
-    attend_clipped,
-    attend_clipped_half,
+from coca_attention.ops.decoding import KeyFrames, attend_half_at
+from coca_attention.ops.distances import (
+    attend_by_distance,
+    attend_half_by_distance,
     far_query_map,
     side_by_side,
 )
-from coca_attention.ops.decoding import KeyFrames, attend_half_at
 from coca_attention.ops.linear import Turns
 from coca_attention.ops.opaque import compiling
 from coca_attention.ops.positions import Decay
@@ -67,15 +68,15 @@ Mask = Band | Tensor | BlockMask | None
 - None: the attention function hides later tokens, and nothing else is hidden.
 """
 
-LayerPath = Literal["half", "far", "blocks", "function"]
-"""What computes a layer: `LayerPass.attend_half`, `attend_far`, `attend_keys`, or an attention
-function of Transformers."""
+LayerPath = Literal["half", "far half", "far", "blocks", "function"]
+"""What computes a layer: `LayerPass.attend_half`, `attend_far_half`, `attend_far`, `attend_keys`,
+or an attention function of Transformers."""
 
 
 class Pass(NamedTuple):
     """What one forward pass of a decoder hands to all layers."""
 
-    positions: KeyPositions | None = None  # with a half cache, a decay or limited distances
+    positions: KeyPositions | None = None  # with a half cache, a decay or a distance map
     band: Band | None = None  # in place of Transformers' masks
     # Mask and angles of each layer type, where all share one set of rotary parameters.
     roles: dict[str, tuple[Mask, Angles]] | None = None
@@ -148,7 +149,7 @@ class LayerPass(NamedTuple):
         return self._at.places(self.layer_type, self.first, keys)
 
     def _options(self, keys: int) -> dict[str, Any]:
-        """Those that `attend` and `attend_clipped` share, for the last so many keys."""
+        """Those that `attend` and `attend_by_distance` share, for the last so many keys."""
         segments = self.mask.segments if isinstance(self.mask, Band) else None
         return {
             "attention_mask": self.dense,
@@ -160,25 +161,29 @@ class LayerPass(NamedTuple):
         """Whether these are the first queries of an empty cache, which may have more slots."""
         return self.mask is None and query.shape[-2] > 1
 
-    def within_limits(self, keys: int) -> "LayerPass":
-        """The same without a largest distance if no key is beyond it.
+    def within_near(self, keys: int) -> "LayerPass":
+        """The same without a distance map if none of so many keys is far.
 
         ValueError if the attention function cannot attend with one.
         """
         if self.angles.far is None:
             return self
-        beyond, name = min(keys, self.window or keys) > self.angles.far.max_distance, self.function
+        near, name = self.angles.far.distance_map.near, self.function
+        longest = self._at.longest_distance(keys)
+        if self._at.consecutive and longest is not None:
+            longest = min(longest, (self.window or keys) - 1)
+        is_far = longest is None or longest >= near
         able = name in ("sdpa", "eager", "paged|eager", "flex_attention")
-        if not beyond:
+        if not is_far:
             # Every function can that gets all keys. Serving engines keep keys themselves.
             known = ("flash_attention_2", "flash_attention_3")
             able = able or name in known or ("/" in name and not name.startswith("paged|"))
         if not able:
             raise ValueError(
-                "a model with max_distance has two scores for a query and a key, which needs the "
+                "a model with a distance map has two scores for a query and a key, which needs the "
                 f"attention function sdpa, eager or flex_attention; got {name}"
             )
-        return self if beyond else self._replace(angles=self.angles._replace(far=None))
+        return self if is_far else self._replace(angles=self.angles._replace(far=None))
 
     def key_tables(self, keys: int) -> tuple[Tensor, Tensor]:
         """cos and sin of all keys, (1 or B, keys, R/2) each, where the cache has none of them."""
@@ -190,7 +195,7 @@ class LayerPass(NamedTuple):
     def path(self, query: Tensor, coefficients: Tensor | None) -> LayerPath:
         """What computes this layer, given coefficients (B, G, S, P + F) if they are cached."""
         if self.angles.far is not None:
-            return "far"
+            return "far half" if self._decodes_far(query, coefficients) else "far"
         if coefficients is not None and self._decodes(query, coefficients):
             return "half"
         own = self.angles.decay is not None or isinstance(self.mask, Band)
@@ -210,8 +215,25 @@ class LayerPass(NamedTuple):
             return False
         return compiling() or self._frames(query, coefficients) is not None
 
+    def _decodes_far(self, query: Tensor, coefficients: Tensor | None) -> bool:
+        """Whether `attend_half_by_distance` takes the place of keys: on a CPU it is faster."""
+        return (
+            coefficients is not None
+            and self._first_near(query, coefficients.shape[-2]) > 0
+            and query.device.type == "cpu"
+            and not compiling()
+            and self._decodes(query, coefficients)
+        )
+
+    def _first_near(self, query: Tensor, keys: int) -> int:
+        """The first key that is near to any query, where that is known without looking."""
+        assert self.angles.far is not None
+        if not self._at.consecutive or self.function == "flex_attention":
+            return 0
+        return max(0, keys - query.shape[-2] - self.angles.far.distance_map.near + 1)
+
     def _frames(
-        self, query: Tensor, coefficients: Tensor, start: int = 0, leaking: bool = False
+        self, query: Tensor, coefficients: Tensor, start: int = 0, far: bool = False
     ) -> KeyFrames | None:
         """Tables of the keys from ``start`` on for `attend_half`.
 
@@ -219,7 +241,7 @@ class LayerPass(NamedTuple):
         """
         tile, pairs = tile_length(coefficients, query.shape[1]), self.module.head_dim // 2
         slots = self.layer_type, self.first + start, coefficients.shape[-2]
-        return self._at.frames(*slots, pairs, tile, leaking)
+        return self._at.frames(*slots, pairs, tile, far)
 
     def attend_half(self, query: Tensor, coefficients: Tensor, value: Tensor) -> Tensor:
         """One token over a half cache."""
@@ -235,74 +257,110 @@ class LayerPass(NamedTuple):
             output = attend_half(*tensors, frames, attention_mask=mask, scale=scale)
         return output.transpose(1, 2)
 
-    def attend_far(
-        self, projected: Tensor, query: Tensor, coefficients: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Limited distances, see `attend_clipped`."""
-        far, length = self.angles.far, query.shape[2]
+    def far_query(self, projected: Tensor) -> Tensor:
+        """Queries for far keys, of q before rotation: see `attend_by_distance`."""
+        far = self.angles.far
         assert far is not None
-        free_pairs, keys = self.module.free_pairs, coefficients.shape[-2]
-        consecutive = self._at.consecutive
+        query = self.module.map_query(projected, self.angles, *far.tables)
+        if far.distance_map.is_limit:
+            return far_query_map(query, self.module.free_pairs)
+        return query
+
+    def attend_far(
+        self, query: Tensor, far_query: Tensor, stored: Tensor, value: Tensor, half: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention with a distance map, and the weights if the attention function returns them.
+
+        What is stored are coefficients (B, G, S, P + F) if ``half``, else keys (B, G, S, D).
+        """
+        length, consecutive = query.shape[-2], self._at.consecutive
         if self._begins(query) and not consecutive:
-            keys, consecutive = length, True
-            coefficients, value = coefficients[..., :keys, :], value[..., :keys, :]
-        flexible = self.function == "flex_attention"
-        near = 0
-        if consecutive and not flexible:
-            near = max(0, keys - length - far.max_distance + 1)
-        far_query = self.module.map_query(projected, self.angles, *far.tables)
-        if not far.leaks:
-            far_query = far_query_map(far_query, free_pairs)
-        on_cpu = query.device.type == "cpu" and not compiling()
-        if near and on_cpu and self._decodes(query, coefficients):
-            return self._attend_far_half(query, far_query, coefficients, value, near), None
-        far_key = coefficients
-        if far.leaks:
-            leaking = self._at.tables(self.layer_type, self.first, keys, leaking=True)
-            far_key = key_map(coefficients, *leaking, free_pairs=free_pairs)
-        cos, sin = (x[:, near:] for x in self.key_tables(keys))
-        near_key = key_map(coefficients[..., near:, :], cos, sin, free_pairs=free_pairs)
-        tensors = query, near_key, far_query, far_key
-        if flexible:
-            query, *parts = side_by_side(*tensors)
-            places = self.layer_type, self.first, keys, self.dense, far.max_distance
-            return ALL_ATTENTION_FUNCTIONS["flex_attention"](
-                self.module,
-                query,
-                torch.cat(parts, dim=-2),
-                torch.cat((value, value), dim=-2),
-                self._at.near_and_far(*places),
-                scaling=self.module.kernel_scale,
-                dropout=self.dropout,
-            )
-        options = self._options(keys) | {
-            "max_distance": far.max_distance,
-            "consecutive": consecutive,
-            "is_causal": self.dense is None,
-            "window": self.window if isinstance(self.mask, Band) else None,
-            "scale": self.module.kernel_scale,
-        }
-        places = self._places(keys)
-        options |= dict(zip(("query_positions", "key_positions"), places, strict=True))
+            consecutive = self._at.begins_consecutive
+            stored, value = stored[..., :length, :], value[..., :length, :]
+        keys = stored.shape[-2]
+        first_near = self._first_near(query, keys) if half else 0
+        key, far_key = self._near_and_far(stored, first_near) if half else (stored, stored)
+        if self.function == "flex_attention":
+            return self._attend_flex(query, key, far_query, far_key, value)
+        query_positions, key_positions = self._places(keys)
+        attend_values = partial(
+            attend_by_distance,
+            query,
+            key,
+            far_query,
+            far_key,
+            query_positions=query_positions,
+            key_positions=key_positions,
+            near=self.angles.far.distance_map.near,
+            consecutive=consecutive,
+            is_causal=self.dense is None,
+            window=self.window if isinstance(self.mask, Band) else None,
+            scale=self.module.kernel_scale,
+            **self._options(keys),
+        )
         weights = None
         if self.function == "eager":
             each = torch.eye(keys, dtype=value.dtype, device=value.device)
-            each = each.expand(*value.shape[:2], -1, -1)
-            weights = attend_clipped(*tensors, each, **{**options, "dropout": 0.0})
-        output = attend_clipped(*tensors, value, **options)
-        return output.transpose(1, 2), weights
+            weights = attend_values(each.expand(*value.shape[:2], -1, -1), dropout=0.0)
+        return attend_values(value).transpose(1, 2), weights
 
-    def _attend_far_half(
-        self, query: Tensor, far_query: Tensor, coefficients: Tensor, value: Tensor, near: int
+    def _near_and_far(self, coefficients: Tensor, first_near: int) -> tuple[Tensor, Tensor]:
+        """Near keys, of the coefficients from ``first_near`` on, and far keys, of all."""
+        keys, free_pairs = coefficients.shape[-2], self.module.free_pairs
+        distance_map = self.angles.far.distance_map
+        if distance_map.shares_keys:
+            first_near = 0
+        cos, sin = (x[:, first_near:] for x in self.key_tables(keys))
+        key = key_map(coefficients[..., first_near:, :], cos, sin, free_pairs=free_pairs)
+        if distance_map.shares_keys:
+            return key, key
+        if distance_map.is_limit:
+            return key, coefficients
+        tables = self._at.tables(self.layer_type, self.first, keys, far=True)
+        return key, key_map(coefficients, *tables, free_pairs=free_pairs)
+
+    def _attend_flex(
+        self, query: Tensor, key: Tensor, far_query: Tensor, far_key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """`attend_far` by FlexAttention, which gets all keys twice, near and far ones."""
+        query, *parts = side_by_side(query, key, far_query, far_key)
+        near = self.angles.far.distance_map.near
+        mask = self._at.near_and_far(
+            self.layer_type, self.first, far_key.shape[-2], self.dense, near
+        )
+        return ALL_ATTENTION_FUNCTIONS["flex_attention"](
+            self.module,
+            query,
+            torch.cat(parts, dim=-2),
+            torch.cat((value, value), dim=-2),
+            mask,
+            scaling=self.module.kernel_scale,
+            dropout=self.dropout,
+        )
+
+    def attend_far_half(
+        self, query: Tensor, far_query: Tensor, coefficients: Tensor, value: Tensor
     ) -> Tensor:
-        """One token as in `attend_half`, keys from ``near`` on being near."""
-        beyond, last = coefficients[..., :near, :], coefficients[..., near:, :]
-        leaks = self.angles.far is not None and self.angles.far.leaks
-        far_frames = self._frames(query, beyond, leaking=True) if leaks else None
-        frames = self._frames(query, last, near)
-        assert frames is not None  # see `_decodes`
-        tensors, scale = (query, far_query, coefficients, value), self.module.kernel_scale
-        return attend_clipped_half(*tensors, frames, far_frames, self.dense, scale).transpose(1, 2)
+        """One token over coefficients, as `attend_half`."""
+        distance_map = self.angles.far.distance_map
+        first_near = self._first_near(query, coefficients.shape[-2])
+        far, near = coefficients[..., :first_near, :], coefficients[..., first_near:, :]
+        far_frames = None
+        if not distance_map.is_limit:
+            far_frames = self._frames(query, far, far=not distance_map.shares_keys)
+        near_frames = self._frames(query, near, first_near)
+        assert near_frames is not None  # see `_decodes`
+        output = attend_half_by_distance(
+            query,
+            far_query,
+            coefficients,
+            value,
+            near=near_frames,
+            far=far_frames,
+            attention_mask=self.dense,
+            scale=self.module.kernel_scale,
+        )
+        return output.transpose(1, 2)
 
     def attend_keys(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention with a mask formed in blocks, or with a decay."""

@@ -10,15 +10,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from coca_attention.models.configuration import rotation, window_of
-from coca_attention.ops.positions import Decay, join_pairs
+from coca_attention.ops.positions import Decay, DistanceMap, join_pairs
 
 
 class Far(NamedTuple):
-    """What a layer with limited distances needs for the keys beyond."""
+    """What a layer with a distance map needs for far keys."""
 
-    max_distance: int  # W
+    distance_map: DistanceMap
     tables: tuple[Tensor, Tensor]  # of the queries, see `Rotation.far_tables`
-    leaks: bool  # whether keys have `Rotation.leaking_tables`
 
 
 class Angles(NamedTuple):
@@ -28,7 +27,7 @@ class Angles(NamedTuple):
     sin: Tensor
     factor: Tensor | None  # on the queries, (B, T)
     decay: Decay | None  # addend of the scores
-    far: Far | None  # where distances are limited
+    far: Far | None  # with a distance map
 
 
 class CoCARotary(nn.Module):
@@ -47,9 +46,8 @@ class CoCARotary(nn.Module):
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
         factor = turning.query_factor(position_ids, dtype, window_of(self.config, layer_type))
         far = None
-        if turning.max_distance is not None:
-            tables = turning.far_tables(position_ids, dtype)
-            far = Far(turning.max_distance, tables, turning.leak is not None)
+        if turning.distance_map is not None:
+            far = Far(turning.distance_map, turning.far_tables(position_ids, dtype))
         return Angles(*turning.tables(position_ids, dtype), factor, turning.bias, far)
 
 

@@ -7,7 +7,7 @@
 - `decoding`: one new token over a half cache.
 - `kernels`: fused Triton kernels, used on CUDA if Triton is installed.
 - `attention`: softmax attention in linear memory.
-- `clipped`: attention under clipped distances; `parts`: its near and far keys without masks.
+- `distances`: attention under a map of distances; `parts`: its near and far keys without masks.
 - `linear`: linear attention with collinear keys, and its state.
 - `naive`: the formulas of both, as they are written.
 - `opaque`: operators that torch.compile does not trace.
@@ -19,7 +19,7 @@ from coca_attention.ops.decoding import attend_half, key_frames, tile_length
 from coca_attention.ops.forms import FORMS, ScoreForm, get_form, register_form
 from coca_attention.ops.linear import LinearState, coca_linear_attention
 from coca_attention.ops.maps import activate, fold, key_map, query_map, score_scale
-from coca_attention.ops.positions import Rotation, apply_rotary
+from coca_attention.ops.positions import DistanceMap, Rotation, apply_rotary
 from coca_attention.ops.rules import (
     NTK,
     RULES,
@@ -36,6 +36,7 @@ __all__ = [
     "FORMS",
     "NTK",
     "RULES",
+    "DistanceMap",
     "DynamicNTK",
     "Linear",
     "LinearState",

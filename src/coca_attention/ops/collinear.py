@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coca_attention.ops.attention import attend
 from coca_attention.ops.checks import check_operands, check_positions
-from coca_attention.ops.clipped import attend_clipped, far_query_map
+from coca_attention.ops.distances import attend_by_distance, far_query_map
 from coca_attention.ops.forms import ScoreForm, check_shift_invariant, get_form
 from coca_attention.ops.maps import key_map, query_map, score_scale
 from coca_attention.ops.positions import Rotation, rotation_of
@@ -78,12 +78,14 @@ def coca_attention(
     check_operands(query, key_coefficients, value)
     (queries, width), keys = query.shape[-2:], key_coefficients.shape[-2]
     rotation = rotation_of(rotation, width)
-    limit, free_pairs = rotation.max_distance, key_coefficients.shape[-1] - width // 2
-    if limit is not None and free_pairs < width // 2:
-        check_shift_invariant(form, "max_distance")
-    if limit is not None and (window is not None or not is_causal):
-        raise ValueError("max_distance requires causal attention without a window")
-    consecutive = query_positions is None and key_positions is None
+    distance_map, free_pairs = rotation.distance_map, key_coefficients.shape[-1] - width // 2
+    if distance_map is not None and free_pairs < width // 2:
+        check_shift_invariant(form, "a distance map")
+    if distance_map is not None and (window is not None or not is_causal):
+        raise ValueError("a distance map requires causal attention without a window")
+    if rotation.temperature is not None and not is_causal:
+        raise ValueError("a temperature counts the keys before a query: it requires is_causal=True")
+    given = query_positions is not None or key_positions is not None
     places = _positions(query, keys, query_positions, key_positions)
     wide, divisor = torch.promote_types(query.dtype, torch.float32), score_scale(query.dtype)
     tables = rotation.tables(places[1], wide)
@@ -102,15 +104,28 @@ def coca_attention(
         parameters=parameters,
     )
     q, k = map_query(*query_tables), key_map(key_coefficients, *tables, free_pairs=free_pairs)
-    if limit is not None and not (consecutive and keys <= limit):
-        far_q, far_k = map_query(*rotation.far_tables(places[0], wide)), key_coefficients
-        if rotation.leak:
-            leaking = rotation.leaking_tables(places[1], wide)
-            far_k = key_map(key_coefficients, *leaking, free_pairs=free_pairs)
+    if distance_map is not None and (given or keys > distance_map.near):
+        far_q = map_query(*rotation.far_tables(places[0], wide))
+        if distance_map.is_limit:
+            far_q, far_k = far_query_map(far_q, free_pairs), key_coefficients
+        elif distance_map.shares_keys:
+            far_k = k
         else:
-            far_q = far_query_map(far_q, free_pairs)
-        tensors = q, k, far_q, far_k, value, *places
-        return attend_clipped(*tensors, limit, consecutive, attention_mask, scale=divisor)
+            far_tables = rotation.far_key_tables(places[1], wide)
+            far_k = key_map(key_coefficients, *far_tables, free_pairs=free_pairs)
+        return attend_by_distance(
+            q,
+            k,
+            far_q,
+            far_k,
+            value,
+            query_positions=places[0],
+            key_positions=places[1],
+            near=distance_map.near,
+            consecutive=None if given else True,
+            attention_mask=attention_mask,
+            scale=divisor,
+        )
     return attend(
         q,
         k,

@@ -69,25 +69,25 @@ def key_frames(
     pairs: int,
     free_pairs: int = 0,
     dtype: torch.dtype = torch.float32,
-    step: float = 1.0,
+    far: bool = False,
 ) -> KeyFrames:
     """Tables for keys at consecutive positions, shared by all layers of a model.
 
     Args:
-        first_position: Position of key 0 in every row of the batch, (1,) or (B,), before ``step``.
+        first_position: Position of key 0 in every row of the batch, (1,) or (B,).
         length: Number of keys S.
         rotation: Rotation of the pairs.
         tile: Keys per tile, see `tile_length`.
         pairs: Pairs per head, P; those beyond the rotary width have angle 0.
         free_pairs: F.
         dtype: dtype of the tables, float32 or wider.
-        step: Multiplies all positions, see `Rotation.leak`.
+        far: Whether the keys are at `DistanceMap.far_keys` of the rotation.
     """
     device, magnitude = first_position.device, rotation.rule.magnitude
     starts = torch.arange(0, length, tile, device=device)
-    # Angles are linear in the position, and float64: multiplying them rounds less.
-    angles = step * rotation.angles(first_position.unsqueeze(-1) + starts)
-    inside = step * rotation.angles(torch.arange(tile, device=device))
+    make = rotation.far_key_angles if far else rotation.angles  # both linear in the position
+    angles = make(first_position.unsqueeze(-1) + starts)
+    inside = make(torch.arange(tile, device=device))
     missing = (0, pairs - angles.shape[-1])
     angles = F.pad(angles, missing)
     first = F.pad(inside.cos() * magnitude, missing, value=1.0)

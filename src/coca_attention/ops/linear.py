@@ -92,9 +92,9 @@ def check_linear(form: ScoreForm, rotation: Rotation) -> None:
     on the length of the text in another way than a rotation.
     """
     check_shift_invariant(form, "linear attention")
-    if rotation.max_distance is not None or rotation.decay is not None or rotation.follows_length:
+    if rotation.distance_map is not None or rotation.bias is not None or rotation.follows_length:
         raise ValueError(
-            "linear attention does not support max_distance, a decay, or a scaling that follows "
+            "linear attention does not support a distance map, a decay, or a scaling that follows "
             "the length of the text: leave them out of the rotation"
         )
 

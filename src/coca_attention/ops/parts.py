@@ -42,19 +42,19 @@ def causal_parts(start: int, stop: int, columns: slice, far: bool = False) -> It
     yield Part(slice(start, stop), slice(seen, columns.stop), "lower", far)
 
 
-def banded_parts(queries: int, keys: int, max_distance: int) -> Iterator[Part]:
-    """Parts as of `clipped_parts`, where `has_windows`: all near keys are one part."""
-    yield Part(slice(0, queries), slice(0, keys), "lower", window=max_distance)
-    first = max(keys - queries, max_distance)
+def banded_parts(queries: int, keys: int, near: int) -> Iterator[Part]:
+    """Parts as of `near_and_far_parts`, where `has_windows`: all near keys are one part."""
+    yield Part(slice(0, queries), slice(0, keys), "lower", window=near)
+    first = max(keys - queries, near)
     if first < keys:
         rows = slice(first - (keys - queries), queries)
-        yield Part(rows, slice(0, keys - max_distance), "lower", far=True)
+        yield Part(rows, slice(0, keys - near), "lower", far=True)
 
 
-def clipped_parts(queries: int, keys: int, max_distance: int) -> Iterator[Part]:
-    """Parts of causal attention whose keys are far from W tokens back on."""
-    # Near keys are taken in blocks of W: those in the query's block and those in the block before.
-    past, width = keys - queries, max_distance
+def near_and_far_parts(queries: int, keys: int, near: int) -> Iterator[Part]:
+    """Parts of causal attention whose keys are far from a distance of ``near`` on."""
+    # Near keys are taken in blocks of as many: those in the query's block and in the one before.
+    past, width = keys - queries, near
     for block in range(past // width * width, keys, width):
         first, last = max(block, past), min(block + width, keys)
         rows = slice(first - past, last - past)
@@ -69,16 +69,14 @@ def clipped_parts(queries: int, keys: int, max_distance: int) -> Iterator[Part]:
         yield from causal_parts(first - past, queries, slice(0, keys - width), far=True)
 
 
-def document_parts(
-    lengths: list[int], queries: int, max_distance: int, banded: bool = False
-) -> list[Part]:
+def document_parts(lengths: list[int], queries: int, near: int, banded: bool = False) -> list[Part]:
     """The parts of documents of some lengths, which do not see each other."""
-    make = banded_parts if banded else clipped_parts
+    make = banded_parts if banded else near_and_far_parts
     parts, past, start = [], sum(lengths) - queries, 0
     for length in lengths:
         first, stop = max(start, past), start + length
         if first < stop:
-            for part in make(stop - first, length, max_distance):
+            for part in make(stop - first, length, near):
                 rows, columns = _shift(part.rows, first - past), _shift(part.columns, start)
                 parts.append(part._replace(rows=rows, columns=columns))
         start = stop
@@ -130,8 +128,8 @@ def attend_parts(
 ) -> Tensor:
     """softmax(scale * scores) V over disjoint parts, of which every query is in at least one.
 
-    The tensors: query, key, far query, far key and value, see `attend_clipped`. Sinks (H,) as for
-    `attend`.
+    The tensors: query, key, far query, far key and value, see `attend_by_distance`. Sinks (H,) as
+    for `attend`.
     """
     output = _Parts.apply(parts, scale, sinks, *of_one_width(*tensors))
     return output[..., : tensors[-1].shape[-1]]

@@ -97,6 +97,80 @@ class Decay(NamedTuple):
 
 
 @dataclass(frozen=True)
+class DistanceMap:
+    """What a distance d = m - n between a query and a key counts as.
+
+    f(d) = d for the near keys, d < ``near``, and slope * d + start for the far ones. Queries have a
+    second position for far keys, slope * m + start, and far keys are at slope * n. Every map of a
+    training-free method is of this form: `limited`, `leaky`, `shifted`.
+
+    Attributes:
+        near: Distance in tokens from which on keys are far; the query's own key is at 0.
+        slope: By how much f grows with every token beyond, from 0 to 1. With 1 far keys are at the
+            same positions as near ones. A tuple has one for every rotary pair, R/2 (DPE,
+            arXiv 2504.18857).
+        start: f minus slope * d of far keys, in tokens; a tuple as for the slope.
+    """
+
+    near: int
+    slope: float | tuple[float, ...]
+    start: float | tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        check_whole("near of a distance map, a number of tokens,", self.near)
+        for slope in _each(self.slope):
+            check_real("slope of a distance map", slope, highest=1)
+        for start in _each(self.start):
+            check_real("start of a distance map", start, -math.inf)
+
+    @classmethod
+    def limited(cls, near: int) -> "DistanceMap":
+        """Far keys are all as if ``near`` back (ReRoPE, Su, kexue.fm/archives/9708)."""
+        return cls(near, slope=0.0, start=near)
+
+    @classmethod
+    def leaky(cls, near: int, slope: float) -> "DistanceMap":
+        """From ``near`` on distances grow more slowly (Leaky ReRoPE, Su, ibid.)."""
+        return cls(near, slope=slope, start=(1 - slope) * near)
+
+    @classmethod
+    def shifted(cls, near: int, first: int) -> "DistanceMap":
+        """Distances from ``near`` on count from ``first`` on (STRING, arXiv 2410.18745)."""
+        return cls(near, slope=1.0, start=first - near)
+
+    @property
+    def is_limit(self) -> bool:
+        """Whether all far keys are at position 0: K' is then their coefficients."""
+        return all(slope == 0 for slope in _each(self.slope))
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether far keys are the near ones."""
+        return all(slope == 1 for slope in _each(self.slope))
+
+    @property
+    def pairs(self) -> set[int]:
+        """Numbers of rotary pairs that slope and start are given for, where they are tuples."""
+        return {len(x) for x in (self.slope, self.start) if isinstance(x, tuple)}
+
+    def far_queries(self, positions: Tensor) -> Tensor:
+        """Where queries at positions (..., T) are for far keys: (..., T, 1 or R/2)."""
+        return self.far_keys(positions) + _per_pair(self.start, positions)
+
+    def far_keys(self, positions: Tensor) -> Tensor:
+        """Where far keys at positions (..., S) are: (..., S, 1 or R/2)."""
+        return positions.unsqueeze(-1) * _per_pair(self.slope, positions)
+
+
+def _each(given: float | tuple[float, ...]) -> tuple[float, ...]:
+    return given if isinstance(given, tuple) else (given,)
+
+
+def _per_pair(given: float | tuple[float, ...], like: Tensor) -> float | Tensor:
+    return like.new_tensor(given) if isinstance(given, tuple) else given
+
+
+@dataclass(frozen=True)
 class Rotation:
     """How positions act on scores.
 
@@ -112,17 +186,16 @@ class Rotation:
         temperature: Length in tokens at which queries keep their size: a query that sees n keys is
             multiplied by ln(n + 1) / ln(temperature + 1), so that attention does not spread out as
             texts grow (Su, kexue.fm/archives/8823; arXiv 2202.12172). Default: no such factor. With
-            `max_distance` no query becomes smaller.
+            a distance map no query becomes smaller.
         decay: Exponent c of a power law. The weight of a key n tokens back is multiplied by
             (1 + n / decay_length)^-c, so that every doubling of the distance costs the same:
             ``bias`` (KERPLE's logarithmic kernel, arXiv 2205.09921). 0 and the default: no decay.
         decay_length: Distance in tokens at which the decay begins.
-        max_distance: W; keys farther back than W tokens are scored as if W back (ReRoPE, Su,
-            kexue.fm/archives/9708), so that no angle is larger than W theta_j: up to a distance of
-            W nothing changes, in texts of up to ``temperature`` tokens. Scores must depend
-            only on distances, and there is no decay. Default: no limit.
-        leak: By how much a distance grows with every token beyond W, from 0 to 1: a key n > W
-            tokens back is scored as if W + leak (n - W) back (Leaky ReRoPE, Su, ibid.). Default: 0.
+        distance_map: What distances count as. Scores must depend on nothing but distances, and
+            there is no decay. Default: distances as they are.
+        settles: Length of a text, in tokens, from which on a rule that follows the length of texts
+            (longrope, dynamic) stays as it is. Default: ``near`` of a map by which distances are
+            limited, which is to change nothing in texts of up to as many tokens.
     """
 
     width: int
@@ -132,8 +205,8 @@ class Rotation:
     temperature: int | None = None
     decay: float | None = None
     decay_length: float = 64.0
-    max_distance: int | None = None
-    leak: float | None = None
+    distance_map: DistanceMap | None = None
+    settles: int | None = None
 
     def __post_init__(self) -> None:
         check_width(self.width, "rotary width")
@@ -145,48 +218,67 @@ class Rotation:
             check_whole("turning", self.turning, 0, self.width // 2)
         if self.temperature is not None:
             check_whole("temperature, a number of tokens,", self.temperature)
-        if self.max_distance is not None:
-            check_whole("max_distance, a number of tokens,", self.max_distance)
-        if self.leak is not None:
-            check_real("leak", self.leak, highest=1)
-            object.__setattr__(self, "leak", self.leak or None)
         if self.decay is not None:
             check_real("decay", self.decay)
-            object.__setattr__(self, "decay", self.decay or None)
-        if self.decay is not None and self.max_distance is not None:
+        if self.settles is not None:
+            check_whole("settles, a number of tokens,", self.settles)
+        if self.distance_map is not None:
+            self._check_map(self.distance_map)
+
+    def _check_map(self, found: DistanceMap) -> None:
+        if not isinstance(found, DistanceMap):
             raise ValueError(
-                "max_distance has no decay beyond it: leave out decay. Of a model that was saved "
+                "distance_map must be a DistanceMap, such as DistanceMap.limited(4096), got "
+                f"{found!r}"
+            )
+        if found.pairs - {self.width // 2}:
+            raise ValueError(
+                f"slope and start of a distance map are numbers or have one per rotary pair, here "
+                f"{self.width // 2}; got {found}"
+            )
+        if self.decay:
+            raise ValueError(
+                "a distance map has no decay beside it: leave out decay. Of a model that was saved "
                 "with both, remove decay from rope_parameters in its config.json"
             )
-        if (self.max_distance or math.inf) <= (getattr(self.rule, "training_length", None) or 0):
-            # No distance is longer than in training, however long the text.
-            object.__setattr__(self, "rule", self.rule.for_length(1))
-        if self.leak and (self.max_distance is None or self.follows_length):
+        if not found.is_limit and self.rule != self.rule.for_length(1):
             raise ValueError(
-                "leak needs a max_distance, beyond which distances grow by it, and frequencies of "
-                f"one length; got {self.max_distance} and {self.rule.kind} scaling"
+                "a distance map whose slope is not 0 needs frequencies of one length; got "
+                f"{self.rule.kind} scaling"
             )
+
+    @property
+    def _settles(self) -> int | None:
+        """`settles` or its default."""
+        limits = self.distance_map is not None and self.distance_map.is_limit
+        return self.distance_map.near if limits and self.settles is None else self.settles
+
+    @property
+    def _settled_rule(self) -> Rule:
+        """The rule, in its form for short texts if none is longer to it than in training."""
+        trained = getattr(self.rule, "training_length", None) or 0
+        return self.rule.for_length(1) if (self._settles or math.inf) <= trained else self.rule
 
     def frequencies(self) -> Tensor:
         """theta of shape (R/2,), float64, in radians per token."""
-        theta = self.rule.frequencies(self.width, self.base)
+        theta = self._settled_rule.frequencies(self.width, self.base)
         if self.turning is not None:
             theta = torch.cat((theta[: self.turning], torch.zeros_like(theta[self.turning :])))
         return theta
 
     def for_length(self, length: int) -> "Rotation":
-        """The rotation for a text of ``length`` tokens, of which `max_distance` count at most."""
-        return replace(self, rule=self.rule.for_length(min(length, self.max_distance or length)))
+        """The rotation for a text of ``length`` tokens, of which `settles` count at most."""
+        return replace(self, rule=self.rule.for_length(min(length, self._settles or length)))
 
     @property
     def follows_length(self) -> bool:
         """Whether the frequencies depend on the length of the current text.
 
-        Limited distances are to change nothing up to ``max_distance``, so that longrope then
-        selects its factors by the text, as Transformers does.
+        Where they settle at some length, longrope selects its factors by the text, as Transformers
+        does.
         """
-        limited = self.max_distance is not None
-        return self.rule.follows_length or (limited and self.rule != self.rule.for_length(1))
+        rule = self._settled_rule
+        return rule.follows_length or (self._settles is not None and rule != rule.for_length(1))
 
     def angles(self, positions: Tensor) -> Tensor:
         """Angle of every rotated pair at positions (..., T): (..., T, R/2), in radians.
@@ -194,13 +286,23 @@ class Rotation:
         In float64, or in float32 on devices without it: at position 100,000 the error of a float32
         angle is already 0.004 radians.
         """
-        dtype = _wide(positions.device)
+        return self._angles(positions.to(_wide(positions.device)).unsqueeze(-1))
+
+    def far_key_angles(self, positions: Tensor) -> Tensor:
+        """The angles of far keys at positions (..., S): (..., S, R/2)."""
+        assert self.distance_map is not None
+        return self._angles(self.distance_map.far_keys(positions.to(_wide(positions.device))))
+
+    def _angles(self, places: Tensor) -> Tensor:
+        """The angles at places (..., T, 1 or R/2), one for all pairs or one for each."""
         tracing = torch.compiler.is_compiling() or torch.jit.is_tracing()
-        if tracing or type(positions) is not Tensor:
-            theta = self.frequencies().to(positions.device, dtype)
-        else:
-            theta = _frequencies(self, positions.device, dtype)
-        return positions.to(dtype).unsqueeze(-1) * theta
+        if tracing or type(places) is not Tensor:
+            return places * self.frequencies().to(places.device, places.dtype)
+        return places * _frequencies(self, places.device, places.dtype)
+
+    def _tables(self, angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        magnitude = self.rule.magnitude
+        return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
 
     def tables(
         self, positions: Tensor, dtype: torch.dtype = torch.float32
@@ -208,30 +310,32 @@ class Rotation:
         """cos and sin of the angle of every rotated pair at positions (..., T): (..., T, R/2)."""
         if self.follows_length:
             return self.for_length(int(positions.max().item()) + 1).tables(positions, dtype)
-        angles, magnitude = self.angles(positions), self.rule.magnitude
-        return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
+        return self._tables(self.angles(positions), dtype)
 
     def far_tables(
         self, positions: Tensor, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin of queries (..., T) for keys farther back than max_distance: (..., T, R/2).
+        """cos and sin of queries (..., T) for far keys: (..., T, R/2).
 
-        Those keys have `leaking_tables`. Without a leak they are at position 0, and tables of one
-        query (1, R/2) are for all, times the rule's magnitude, which those keys lack.
+        Those keys have `far_key_tables`. If all of them are at position 0, tables of one query
+        (1, R/2) are for all, times the rule's magnitude, which the keys then lack.
         """
-        assert self.max_distance is not None
-        if self.leak:
-            near = (1 - self.leak) * self.max_distance
-            return self.tables(self.leak * positions.to(_wide(positions.device)) + near, dtype)
-        cos, sin = self.tables(torch.tensor([self.max_distance], device=positions.device), dtype)
-        return cos * self.rule.magnitude, sin * self.rule.magnitude
+        found = self.distance_map
+        assert found is not None
+        if found.is_limit:
+            positions = positions.new_zeros(1)
+        places = found.far_queries(positions.to(_wide(positions.device)))
+        settled = self.for_length(found.near) if self.follows_length else self
+        cos, sin = settled._tables(settled._angles(places), dtype)
+        if found.is_limit:
+            return cos * self.rule.magnitude, sin * self.rule.magnitude
+        return cos, sin
 
-    def leaking_tables(
+    def far_key_tables(
         self, positions: Tensor, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin of keys (..., S) for queries of `far_tables`, if there is a leak."""
-        assert self.leak is not None
-        return self.tables(self.leak * positions.to(_wide(positions.device)), dtype)
+        """cos and sin of far keys (..., S), for queries of `far_tables`: (..., S, R/2)."""
+        return self._tables(self.far_key_angles(positions), dtype)
 
     def query_factor(
         self, positions: Tensor, dtype: torch.dtype = torch.float32, window: int | None = None
@@ -245,12 +349,12 @@ class Rotation:
         # The query at position m sees n = m + 1 keys, or as many as the window holds.
         seen = (positions.to(dtype) + 1).clamp(max=window or math.inf)
         factor = (seen + 1).log() / math.log(self.temperature + 1)
-        return factor if self.max_distance is None else factor.clamp(min=1)
+        return factor if self.distance_map is None else factor.clamp(min=1)
 
     @property
     def bias(self) -> Decay | None:
         """The decay; None if there is none."""
-        return None if self.decay is None else Decay(self.decay, self.decay_length)
+        return Decay(self.decay, self.decay_length) if self.decay else None
 
 
 def rotation_of(given: Rotation | None, width: int) -> Rotation:
@@ -264,6 +368,25 @@ def rotation_of(given: Rotation | None, width: int) -> Rotation:
             f"the rotary width must be at most the head width {width}; got {given.width}"
         )
     return given
+
+
+def are_consecutive(
+    query_positions: Tensor, key_positions: Tensor, segments: Tensor | None = None
+) -> bool:
+    """Whether a distance is that of the indices, within one segment, for queries of the last keys.
+
+    Args:
+        query_positions: (..., T).
+        key_positions: (..., S).
+        segments: A number for every key, (B, S), as for `attend`; default: all are of one.
+    """
+    same = (
+        query_positions == key_positions[..., key_positions.shape[-1] - query_positions.shape[-1] :]
+    )
+    step = key_positions.diff(dim=-1) == 1
+    if segments is not None:
+        step = step | (segments.diff(dim=-1) != 0)
+    return bool(same.all() & step.all())
 
 
 def _wide(device: torch.device) -> torch.dtype:

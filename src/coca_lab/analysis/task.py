@@ -159,12 +159,12 @@ def cut_documents(
             )
     base = trained or max(len(document) for document in documents)
     lengths = sorted(set(settings.lengths)) or [base, 4 * base, 16 * base]
-    limit = rope_parameters(config).get("max_distance")
-    if limit is not None and max(*lengths, *map(len, documents)) > limit:
+    found = rope_parameters(config).get("distance_map")
+    if found is not None and max(*lengths, *map(len, documents)) > found["near"]:
         raise UserError(
-            f"angles of this model stop growing at {limit:,} tokens (max_distance), which figures "
-            "by distance do not follow: read shorter texts (--max-tokens, --lengths), or analyze "
-            "the model without the limit"
+            f"distances of {found['near']:,} tokens and more count as others in this model "
+            "(distance_map), which figures by distance do not follow: read shorter texts "
+            "(--max-tokens, --lengths), or analyze the model without the map"
         )
     shifts = list(dict.fromkeys(settings.shifts))
     return documents, replace(settings, max_tokens=cut, lengths=lengths, shifts=shifts)

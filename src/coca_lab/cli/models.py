@@ -61,8 +61,8 @@ def convert_command(words: list[str]) -> None:
     model = convert_folder(path, target, wanted, **vars(folder))
     note = "; it predicts poorly until it is trained"
     if not wanted.changes_function:
-        limit = rotation(model.config.get_text_config()).max_distance
-        note = f"; the same as before up to {limit:,} tokens"
+        found = rotation(model.config.get_text_config()).distance_map
+        note = f"; the same as before up to {found.near:,} tokens" if found else ""
         log.warning("coca convert --form rope is deprecated: use coca extend")
     print(
         f"{target}: {model.config.model_type}, {wanted.form}, {model.num_parameters():,} parameters"
@@ -90,7 +90,7 @@ class ExtendSettings:
     of up to W tokens; leaky: beyond L/2 they grow so slowly that none reaches L (Leaky ReRoPE);
     yarn, dynamic and ntk change rotations. auto takes the best by --check, and without it
     limited."""
-    max_distance: PositiveInt | None = None
+    near: PositiveInt | None = None
     """W, for limited; by default L, or with --check the best of L, L/2 and L/4."""
     length: PositiveInt | None = None
     """L, the length that the model was made for; by default what its configuration says."""
@@ -104,8 +104,8 @@ def extend_command(words: list[str]) -> None:
         "coca extend", extend_command, words, [ExtendSettings, CheckSettings], ["model", "target"]
     )
     new_folder(path, target)
-    if wanted.max_distance and wanted.method not in ("auto", "limited"):
-        raise UserError("--max-distance is for --method limited")
+    if wanted.near and wanted.method not in ("auto", "limited"):
+        raise UserError("--near is for --method limited")
     if not check.check and check != CheckSettings():
         raise UserError(
             "what is measured, and on what, is said beside --check TEXT, which is missing"
@@ -114,7 +114,7 @@ def extend_command(words: list[str]) -> None:
     length, to = extended_lengths(config, wanted.to, wanted.length)
     _print_training_length(config, wanted.length)
     method = "limited" if wanted.method == "auto" else wanted.method
-    chosen, report = Candidate(method, wanted.max_distance), ""
+    chosen, report = Candidate(method, wanted.near), ""
     if check.check:
         measured = _compare(path, wanted, check, length, to)
         chosen, report = measured.chosen.candidate, measured.markdown()
@@ -124,7 +124,7 @@ def extend_command(words: list[str]) -> None:
         chosen.method,
         to=to,
         length=length,
-        max_distance=chosen.max_distance,
+        near=chosen.near,
         dtype=wanted.dtype,
         report=report,
     )
@@ -157,7 +157,7 @@ def _compare(
             methods=methods,
             length=length,
             to=to,
-            max_distance=wanted.max_distance,
+            near=wanted.near,
         )
     free_weights()  # which are extended now
     for table in found.tables():

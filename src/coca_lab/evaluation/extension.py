@@ -78,20 +78,20 @@ class Candidate:
 
     Attributes:
         method: ``base``, or how it is extended.
-        max_distance: W, with method limited.
+        near: W, with method limited.
         length: L, in tokens.
         to: The longest text that is to be read, in tokens.
     """
 
     method: Literal["base"] | Method = "base"
-    max_distance: int | None = None
+    near: int | None = None
     length: int = 0
     to: int = 0
 
     @property
     def label(self) -> str:
         """The method, and its limit."""
-        return self.method + (f", W = {self.max_distance:,}" if self.max_distance else "")
+        return self.method + (f", W = {self.near:,}" if self.near else "")
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -107,7 +107,7 @@ class Candidate:
         """
         if self.method == "dynamic":  # what it computes depends on how long the text is
             return [[n] for n in lengths if n > self.length]
-        same = (self.max_distance or 0) >= self.length
+        same = (self.near or 0) >= self.length
         return [[n for n in lengths if n > self.length or not same]]
 
     @contextmanager
@@ -125,7 +125,7 @@ class Candidate:
             config = module.config.get_text_config()
             if not hasattr(config, "coca_form"):
                 config = convert(module, "rope", length=self.length).config.get_text_config()
-            limit_distances(config, self.method, self.length, self.to, self.max_distance)
+            limit_distances(config, self.method, self.length, self.to, self.near)
             yield module
             return
         with extended(module, self.method, length=self.length, to=self.to):
@@ -327,7 +327,7 @@ def check_extensions(
     methods: Sequence[Method],
     length: int,
     to: int,
-    max_distance: int | None = None,
+    near: int | None = None,
 ) -> ExtensionCheck:
     """Measure a rotary model as it is and extended.
 
@@ -338,13 +338,13 @@ def check_extensions(
         methods: What to try.
         length: L, in tokens.
         to: The longest text to read, in tokens.
-        max_distance: W of the method limited; by default L and shares of it (`SHARES`).
+        near: W of the method limited; by default L and shares of it (`SHARES`).
 
     Raises:
         UserError: If the text is too short, or numbers cannot be hidden in it.
     """
     lengths = check_lengths(settings, length, to)
-    limits = [max_distance] if max_distance else [max(1, round(s * length)) for s in SHARES]
+    limits = [near] if near else [max(1, round(s * length)) for s in SHARES]
     base = Candidate("base", None, length, to)
     candidates = [base, *(Candidate(m, None, length, to) for m in methods if m != "limited")]
     if "limited" in methods:

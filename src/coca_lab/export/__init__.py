@@ -105,7 +105,7 @@ def _check_supported(model: PreTrainedModel) -> None:
             rope.get("temperature") is not None
         ),
         "a decay (leave out model.decay)": bool(rope.get("decay")),
-        "max_distance": rope.get("max_distance") is not None,
+        "a distance map": rope.get("distance_map") is not None,
         "positions in global layers (model.turning_pairs: 0)": rope.get("turning_pairs") != 0,
         f"{rope['rope_type']} scaling": rope["rope_type"] != "default",
         f"{local.rule.kind} scaling in local layers": local.rule.kind != "none",

@@ -4,6 +4,7 @@ A trained model is converted if the recipe asks for a different attention.
 """
 
 import logging
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from coca_attention.models.conversion import convert
 from coca_attention.models.families import decoders
 from coca_attention.models.fused import use_fused_attention
 from coca_attention.models.scaling import set_rotary_scaling
-from coca_attention.ops import FORMS
+from coca_attention.ops import FORMS, DistanceMap
 from coca_lab.loading import check_vocabulary, load_model
 from coca_lab.recipe import Recipe
 from coca_lab.recipe_sections import OWN, ModelRecipe, StageRecipe
@@ -57,10 +58,10 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
     config: Any = model.config.get_text_config()
     known, length = getattr(config, "max_position_embeddings", None), recipe.data.block_length
     if recipe.model.start is not None and known is not None and length > known:
-        if recipe.model.interpolation is None and "max_distance" not in rope_parameters(config):
+        if recipe.model.interpolation is None and "distance_map" not in rope_parameters(config):
             raise UserError(
                 f"{recipe.model.start} was made for {known} tokens and block_length is {length}: "
-                f"set model.max_distance, at most {known}, or model.interpolation, for "
+                f"set model.near, at most {known}, or model.interpolation, for "
                 f"example to {length / known:g}, or use shorter blocks"
             )
         config.max_position_embeddings = length
@@ -85,14 +86,14 @@ def load_teacher(recipe: Recipe) -> PreTrainedModel:
 def _load_start(recipe: ModelRecipe, start: str) -> PreTrainedModel:
     model = load_model(start, device=str(PartialState().device))
     present, wanted = attention_of(model.config) or "rope", recipe.attention
-    limit = recipe.max_distance
-    if present == wanted and limit is not None:
+    near = recipe.near
+    if present == wanted and near is not None:
         if present != "rope" or hasattr(model.config, "coca_form"):
             raise UserError(
                 f"{start} already has attention {present}, and its distances stay as they are: "
-                "leave out model.max_distance"
+                "leave out model.near"
             )
-        convert(model, "rope", max_distance=limit)
+        convert(model, "rope", near=near)
     elif present != wanted:
         if present != "rope" or wanted not in FORMS:
             raise UserError(
@@ -100,7 +101,7 @@ def _load_start(recipe: ModelRecipe, start: str) -> PreTrainedModel:
                 f"model.attention to {present}, or start from a rotary model"
             )
         log.info("%s: its rotary attention becomes %s, as model.attention says", start, wanted)
-        convert(model, wanted, max_distance=limit)
+        convert(model, wanted, near=near)
     return model
 
 
@@ -176,8 +177,8 @@ def _attention_fields(model: ModelRecipe, vanilla: PretrainedConfig, length: int
     if model.layers:
         return role_fields(model, model.attention, vanilla, length)
     rotary, fields = model.attention == "rope", model.rotation_fields(length)
-    if model.max_distance is not None:
-        fields["max_distance"] = model.max_distance
+    if model.near is not None:
+        fields["distance_map"] = asdict(DistanceMap.limited(model.near))
     return {
         "coca_form": "strict" if rotary else model.attention,
         "coca_free_pairs": head_width(vanilla) // 2 if rotary else 0,

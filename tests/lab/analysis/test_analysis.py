@@ -270,7 +270,7 @@ def test_a_text_and_its_shifts_are_read_as_if_nothing_had_been_read_before():
 
 
 def test_angles_that_stop_growing_are_followed_up_to_there():
-    model = convert(vanilla("Llama"), "rope", max_distance=40)
+    model = convert(vanilla("Llama"), "rope", near=40)
     short = AnalysisSettings(max_tokens=30, pairs=8, shifts=[], lengths=[40])
     found, expected = (
         analyze(x, documents(30), short)["layers"][0] for x in (model, vanilla("Llama"))

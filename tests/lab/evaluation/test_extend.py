@@ -236,7 +236,10 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, caps
 
 def method_in(rope):
     """A limit of distances, or the name of another method."""
-    return "leaky" if "leak" in rope else rope.get("max_distance") or rope["rope_type"]
+    found = rope.get("distance_map")
+    if found is None:
+        return rope["rope_type"]
+    return "leaky" if found["slope"] else found["near"]
 
 
 def test_a_check_counts_what_is_found_and_lost(source, tmp_path, capsys, monkeypatch):
@@ -267,7 +270,7 @@ def test_a_check_counts_what_is_found_and_lost(source, tmp_path, capsys, monkeyp
         ["limited, W = 40", "4 of 10", "0 of 10", "numbers"],
     ]
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "target").config
-    assert rope_parameters(config)["max_distance"] == 80
+    assert rope_parameters(config)["distance_map"]["near"] == 80
 
 
 def roles_read(monkeypatch, act=lambda count: None):
@@ -349,7 +352,7 @@ def test_the_default_method_takes_a_limit_of_distances(source, tmp_path, capsys)
     code, said, _ = run(capsys, "extend", source, tmp_path / "target", "--max-distance", 40)
     assert code == 0 and "limited, W = 40" in said
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "target").config
-    assert config.rope_parameters["max_distance"] == 40
+    assert config.rope_parameters["distance_map"]["near"] == 40
 
 
 @pytest.mark.parametrize(

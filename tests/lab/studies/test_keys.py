@@ -98,7 +98,7 @@ def test_a_changed_base_changes_what_starts_from_it(text, tmp_path):
     models = {
         "base": ROPE,
         "tuned": {**start, **kept, "data.block_length": 16},
-        "limited": {"path": "base", "convert.form": "rope", "convert.max_distance": 8},
+        "limited": {"path": "base", "convert.form": "rope", "convert.near": 8},
     }
     before = run(tmp_path, models, text)
     models["base"] = {**ROPE, "training.steps": 9, "training.learning_rate": 0.1}
@@ -148,10 +148,10 @@ def test_a_task_with_a_source_of_its_own_does_not_read_the_text_of_the_study(mod
 def test_other_options_of_a_conversion_and_another_start_convert_again(base, text, tmp_path):
     path = shutil.copytree(base, tmp_path / "base")
     found = []
-    for options in ({}, {"convert.max_distance": 4}, {"convert.form": "strict"}):
-        options = {"path": str(path), "convert.form": "rope", "convert.max_distance": 8, **options}
+    for options in ({}, {"convert.near": 4}, {"convert.form": "strict"}):
+        options = {"path": str(path), "convert.form": "rope", "convert.near": 8, **options}
         if options["convert.form"] == "strict":
-            del options["convert.max_distance"]
+            del options["convert.near"]
         found.append(run(tmp_path, {"made": options}, text)["made"])
     shutil.copyfile(base / "config.json", path / "config.json")
     weights = path / "model.safetensors"

@@ -172,7 +172,7 @@ def test_models_start_from_others_and_are_converted(small, tmp_path, made):
     new |= {"model.attention": "rope", "data.vocab_size": options.pop("data.vocab_size")}
     models = {
         "last": {"model.start": "first", "model.attention": "rope", "training.learning_rate": 1e-9},
-        "limited": {"path": "first", "convert.form": "rope", "convert.max_distance": 8},
+        "limited": {"path": "first", "convert.form": "rope", "convert.near": 8},
         "roles": {"path": "first", "convert.form": "rope", "convert.roles.layers": "g"},
         "first": new,
         "same": {"path": "first"},

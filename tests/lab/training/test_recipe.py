@@ -130,7 +130,7 @@ INVALID = [
     ("model.decay=null", "model.decay: Input should be a valid number, got None"),
     ("model.decay_length=5", "decay_length 5.0 requires a decay"),
     ("model.turning_pairs=99", "turning_pairs must be at most 32"),
-    ("model.max_distance=9", "got attention slack: use rope, strict or"),
+    ("model.near=9", "got attention slack: use rope, strict or"),
     ("model.linear=true", "linear is for new models with a shift-invariant form"),
     ("model.attention=strict model.linear=true model.layers=lg", "linear is for new models"),
     ("data.held_out=1.5", "held_out: Input should be less than 1, got 1.5"),
@@ -294,11 +294,11 @@ def test_each_part_can_be_switched_off_or_on_alone():
 
 def test_distances_can_be_limited(tmp_path):
     for attention in ("rope", "strict"):
-        assert rotation(configured(attention, max_distance=16)).max_distance == 16
+        assert rotation(configured(attention, near=16)).distance_map.near == 16
     vanilla("Llama").save_pretrained(tmp_path / "base")
-    started = ModelRecipe("rope", start=str(tmp_path / "base"), max_distance=16)
+    started = ModelRecipe("rope", start=str(tmp_path / "base"), near=16)
     model = _load_start(started, str(started.start))
-    assert rotation(model.config).max_distance == 16
+    assert rotation(model.config).distance_map.near == 16
     model.save_pretrained(tmp_path / "limited")
     with pytest.raises(UserError, match=r"already has attention rope.*leave out"):
         _load_start(started, str(tmp_path / "limited"))

@@ -210,8 +210,8 @@ def test_a_start_is_read_farther_without_stages(base, staged, text_folder, tmp_p
     yarn = made(base, attention="rope", interpolation=2.0, scaling="yarn").rope_parameters
     expected = {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 16}
     assert yarn.items() >= expected.items()
-    limited = made(base, attention="rope", max_distance=6).rope_parameters
-    assert (limited["max_distance"], limited["temperature"]) == (6, 16)
+    limited = made(base, attention="rope", near=6).rope_parameters
+    assert (limited["distance_map"]["near"], limited["temperature"]) == (6, 16)
     converted = made(staged[1], interpolation=2.0)
     assert converted.coca_form == "slack"
     linear = converted.rope_parameters

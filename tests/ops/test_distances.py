@@ -1,25 +1,28 @@
-"""Clipped distances: keys farther back than W are scored as if W back."""
+"""Attention under a map of distances: far keys are scored as if at other distances."""
 
 import pytest
 import torch
 
 import oracle
 from coca_attention.ops import (
+    DistanceMap,
     Rotation,
     YaRN,
     attention,
-    clipped,
     coca_attention,
+    distances,
     key_map,
     query_map,
 )
-from coca_attention.ops.clipped import attend_clipped, far_query_map
+from coca_attention.ops.distances import attend_by_distance, far_query_map
+from coca_attention.ops.naive import naive_coca_attention
 from coca_attention.ops.parts import document_parts
 from coca_attention.ops.rules import UNSCALED, DynamicNTK
 from covering import covering
 from operands import assert_same_with_gradients, normal, operands
 
-WIDTH, LIMIT = 16, 7
+WIDTH, NEAR = 16, 7
+LIMITED = DistanceMap.limited(NEAR)
 WAYS = ["parts", "whole masks", "masks of 5 queries"]
 
 
@@ -29,10 +32,21 @@ def take(monkeypatch):
 
     def selected(way: str) -> None:
         if way != "parts":
-            monkeypatch.setattr(clipped, "can_attend_parts", lambda *tensors: False)
+            monkeypatch.setattr(distances, "can_attend_parts", lambda *tensors: False)
             monkeypatch.setattr(attention, "QUERY_BLOCK", 5 if "5" in way else 1000)
 
     return selected
+
+
+def map_of(kind: str, near: int) -> DistanceMap:
+    """A map of every kind."""
+    slopes = tuple(index / 7 for index in range(8))
+    return {
+        "limited": DistanceMap.limited(near),
+        "leaky": DistanceMap.leaky(near, 0.3),
+        "shifted": DistanceMap.shifted(near, 2),
+        "by pair": DistanceMap(near, slopes, tuple((1 - slope) * near for slope in slopes)),
+    }[kind]
 
 
 def inputs(free: int, queries: int = 23) -> list[torch.Tensor]:
@@ -40,7 +54,7 @@ def inputs(free: int, queries: int = 23) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("way", "form_and_free", "interleaved", "queries", "limit", "rule", "leak"),
+    ("way", "form_and_free", "interleaved", "queries", "near", "rule", "kind"),
     covering(
         WAYS,
         [("strict", 0), ("magnitude", 3), ("slack", 8)],
@@ -48,28 +62,27 @@ def inputs(free: int, queries: int = 23) -> list[torch.Tensor]:
         [29, 23, 1],
         [1, 7, 28],
         [UNSCALED, YaRN(factor=4.0, training_length=16)],  # whose magnitude is not 1
-        [None, 0.3],
+        ["limited", "leaky", "shifted", "by pair"],
     ),
 )
-def test_agrees_with_the_oracle(take, way, form_and_free, interleaved, queries, limit, rule, leak):
+def test_agrees_with_the_oracle(take, way, form_and_free, interleaved, queries, near, rule, kind):
     take(way)
     form, free = form_and_free
     q, t, v = inputs(free, queries)
     options = {"form": form, "interleaved": interleaved}
 
-    def limited(distance: int | None) -> torch.Tensor:
-        slope = None if distance is None else leak
-        rotation = Rotation(WIDTH, rule=rule, max_distance=distance, leak=slope)
+    def mapped(distance_map: DistanceMap | None) -> torch.Tensor:
+        rotation = Rotation(WIDTH, rule=rule, distance_map=distance_map)
         return coca_attention(q, t, v, rotation=rotation, **options)
 
+    distance_map = map_of(kind, near)
     with torch.no_grad():  # so that one query is attended to alone
-        ours = limited(limit)
+        ours = mapped(distance_map)
     scaling = {"theta": rule.frequencies(WIDTH, 10000.0), "scale": rule.magnitude**2 / 4}
-    limits = {"max_distance": limit, "leak": leak or 0.0}
-    expected = oracle.coca_attention(q, t, v, **limits, **scaling, **options)
+    expected = oracle.coca_attention(q, t, v, distance_map=distance_map, **scaling, **options)
     assert (ours - expected).abs().max() <= 1e-12
-    assert limit == 28 or (ours - limited(None)).abs().max() > 1e-3
-    assert torch.equal(limited(29), limited(None))
+    assert near == 28 or (ours - mapped(None)).abs().max() > 1e-3
+    assert torch.equal(mapped(map_of(kind, 29)), mapped(None))
 
 
 def pairs_of(parts, queries: int, keys: int) -> torch.Tensor:
@@ -116,7 +129,7 @@ SHAPES = [
 def test_output_and_gradients_agree_with_scores_at_positions(take, way, shape, widths, hidden):
     """Written out: near and far scores, chosen by the distance."""
     take(way)
-    (queries, keys, limit), (width, far_width, value_width) = shape, widths
+    (queries, keys, near), (width, far_width, value_width) = shape, widths
     shapes = [
         (2, 4, queries, width), (2, 2, keys, width), (2, 4, queries, far_width),
         (2, 2, keys, far_width), (2, 2, keys, value_width),
@@ -130,12 +143,12 @@ def test_output_and_gradients_agree_with_scores_at_positions(take, way, shape, w
         segments = torch.stack((places[1] // 13, places[1] // 40))
         rows = segments[:, keys - queries :]
         visible = visible & (rows[:, :, None] == segments[:, None]).unsqueeze(1)
-    options = {"max_distance": limit, "window": window, "scale": 0.3}
-    ours = attend_clipped(*leaves, *places, segments=segments, **options)
+    options = {"near": near, "window": window, "scale": 0.3}
+    ours = attend_by_distance(*leaves, *places, segments=segments, **options)
     query, key, far_query, far_key, value = (
         x.repeat_interleave(4 // x.shape[1], 1) for x in leaves
     )
-    scores = torch.where(distance < limit, query @ key.mT, far_query @ far_key.mT)
+    scores = torch.where(distance < near, query @ key.mT, far_query @ far_key.mT)
     scores = (0.3 * scores).masked_fill(~visible, -torch.inf)
     expected = scores.softmax(-1) @ value
     assert_same_with_gradients(ours, expected, leaves)
@@ -146,8 +159,8 @@ def test_masks_apply():
     visible = torch.rand(23, 29, generator=torch.Generator().manual_seed(1)) > 0.4
     visible[:, 0] = True
     bias = torch.zeros(visible.shape, dtype=q.dtype).masked_fill(~visible, -torch.inf)
-    rotation = Rotation(WIDTH, max_distance=LIMIT)
-    expected = oracle.coca_attention(q, t, v, max_distance=LIMIT, bias=bias)
+    rotation = Rotation(WIDTH, distance_map=LIMITED)
+    expected = oracle.coca_attention(q, t, v, distance_map=LIMITED, bias=bias)
     for mask in (visible, bias):
         ours = coca_attention(q, t, v, rotation=rotation, attention_mask=mask)
         assert (ours - expected).abs().max() <= 1e-12
@@ -163,7 +176,7 @@ def test_masks_apply():
 def test_positions_decide_and_not_the_order_of_keys(gradients):
     q, t, v = inputs(0)
     order = torch.randperm(29, generator=torch.Generator().manual_seed(0))
-    options = {"form": "strict", "rotation": Rotation(WIDTH, max_distance=LIMIT)}
+    options = {"form": "strict", "rotation": Rotation(WIDTH, distance_map=LIMITED)}
     last = q[:, :, -1:]
     with torch.set_grad_enabled(gradients):
         ours = coca_attention(
@@ -184,8 +197,8 @@ def test_masks_of_float16_hide_however_large_the_scores_are():
     def attended(t: torch.Tensor) -> torch.Tensor:
         query = query_map(30 * q, *tables, form="strict")
         key, far = key_map(t, *tables), far_query_map(query, 0)
-        options = {"max_distance": LIMIT, "is_causal": False}
-        return attend_clipped(
+        options = {"near": NEAR, "is_causal": False}
+        return attend_by_distance(
             query, key, far, t, v, places, places, attention_mask=additive, **options
         )
 
@@ -196,32 +209,70 @@ def test_masks_of_float16_hide_however_large_the_scores_are():
     assert not torch.equal(after[:, :, -1], before[:, :, -1])
 
 
-@pytest.mark.parametrize("limit", [None, LIMIT])
+@pytest.mark.parametrize("distance_map", [None, LIMITED])
 @pytest.mark.parametrize(("batch", "queries"), [(2, 0), (0, 29)])
-def test_nothing_to_attend_from(batch, queries, limit):
+def test_nothing_to_attend_from(batch, queries, distance_map):
     q, t, v = (x[:batch] for x in inputs(0, queries=queries))
-    rotation = Rotation(WIDTH, max_distance=limit)
+    rotation = Rotation(WIDTH, distance_map=distance_map)
     found = coca_attention(q, t, v, rotation=rotation, form="strict")
     assert found.shape == (batch, 4, queries, 12)
 
 
 def test_errors():
     q, t, v = inputs(0)
-    rotation = Rotation(WIDTH, max_distance=LIMIT)
+    rotation = Rotation(WIDTH, distance_map=LIMITED)
     with pytest.raises(ValueError, match=r"those of form slack depend on both positions: use"):
         coca_attention(q, t, v, rotation=rotation)
     for options in ({"window": 5}, {"is_causal": False}):
-        with pytest.raises(ValueError, match="max_distance requires causal attention"):
+        with pytest.raises(ValueError, match="a distance map requires causal attention"):
             coca_attention(q, t, v, rotation=rotation, form="strict", **options)
     with pytest.raises(ValueError, match=r"remove decay from rope_parameters in its config\.json"):
-        Rotation(WIDTH, max_distance=LIMIT, decay=0.5)
-    with pytest.raises(ValueError, match=r"leak must be a finite number from 0 to 1, got 1\.5"):
-        Rotation(WIDTH, max_distance=LIMIT, leak=1.5)
-    for options in ({}, {"max_distance": LIMIT, "rule": DynamicNTK(2.0, 4)}):
-        with pytest.raises(ValueError, match="leak needs a max_distance"):
-            Rotation(WIDTH, leak=0.5, **options)
-    unchanged = Rotation(WIDTH, max_distance=LIMIT)
-    assert Rotation(WIDTH, max_distance=LIMIT, leak=0.0) == unchanged
+        Rotation(WIDTH, distance_map=LIMITED, decay=0.5)
+    for wrong, expected in [
+        (lambda: DistanceMap.limited(0), "near of a distance map, .* whole number from 1, got 0"),
+        (lambda: DistanceMap.leaky(7, 1.5), r"slope .* from 0 to 1, got 1\.5"),
+        (lambda: DistanceMap(7, (0.0, 2.0), 7), r"slope .* from 0 to 1, got 2\.0"),
+        (lambda: DistanceMap(7, 0.0, "7"), "start .* must be a finite number"),
+        (lambda: Rotation(WIDTH, distance_map=7), r"such as DistanceMap\.limited\(4096\), got 7"),
+        (
+            lambda: Rotation(WIDTH, distance_map=DistanceMap(7, (0.5,), 1)),
+            "one per rotary pair, here 8",
+        ),
+        (
+            lambda: Rotation(
+                WIDTH, distance_map=DistanceMap.shifted(7, 1), rule=DynamicNTK(2.0, 16)
+            ),
+            "slope is not 0 needs frequencies of one length; got dynamic scaling",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=expected):
+            wrong()
+
+
+@pytest.mark.parametrize("form", ["strict", "magnitude", "slack"])
+@pytest.mark.parametrize("kind", [None, "limited", "leaky", "shifted", "by pair"])
+def test_the_formulas_as_they_are_written_cover_every_rotation(form, kind):
+    """Magnitude, partial rotary, temperature, decay and maps; they refuse what is none."""
+    q, t, v = operands(queries=29, width=24)
+    rule = YaRN(factor=4.0, training_length=16)
+    options = {"rule": rule, "temperature": 5, "turning": 7}
+    options |= {"decay": 0.7} if kind is None else {"distance_map": map_of(kind, NEAR)}
+    rotation = Rotation(WIDTH, **options)
+    if form == "slack" and kind is not None:
+        with pytest.raises(ValueError, match="a distance map needs scores that depend only on"):
+            naive_coca_attention(q, t, v, form, rotation)
+        return
+    ours = coca_attention(q, t, v, form=form, rotation=rotation)
+    assert (ours - naive_coca_attention(q, t, v, form, rotation)).abs().max() <= 1e-12
+    with pytest.raises(ValueError, match="form must be slack, strict or magnitude, got 'strickt'"):
+        naive_coca_attention(q, t, v, "strickt")
+
+
+def test_a_temperature_is_for_causal_attention():
+    """It counts the keys before a query."""
+    q, t, v = inputs(0)
+    with pytest.raises(ValueError, match="a temperature counts the keys before a query"):
+        coca_attention(q, t, v, rotation=Rotation(WIDTH, temperature=8), is_causal=False)
 
 
 @pytest.mark.parametrize("way", WAYS[:2])
@@ -229,7 +280,7 @@ def test_errors():
 def test_half_precision(take, way, dtype):
     take(way)
     q, t, v = inputs(0)
-    options = {"rotation": Rotation(WIDTH, max_distance=LIMIT), "form": "strict"}
+    options = {"rotation": Rotation(WIDTH, distance_map=LIMITED), "form": "strict"}
     exact = coca_attention(q, t, v, **options)
     ours = coca_attention(*(x.to(dtype) for x in (q, t, v)), **options)
     assert ours.dtype == dtype

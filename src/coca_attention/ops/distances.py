@@ -1,7 +1,7 @@
-"""Attention under clipped distances: a key farther back than W tokens is scored as if W back.
+"""Attention under a map of distances: near keys are scored by near queries, far ones by far ones.
 
-Within W tokens nothing changes, and no angle is ever larger than W theta_j: ReRoPE (Su, 2023,
-kexue.fm/archives/9708). In Leaky ReRoPE (ibid.) they grow more slowly beyond W.
+Both are rotated to other positions, see `DistanceMap`. Within a distance of ``near`` tokens nothing
+changes.
 
 Legend: B batch, T query length, S key length, N the keys that may be near, H query heads, G
 key/value heads, D head width, P = D/2 rotary pairs, F free pairs.
@@ -23,10 +23,11 @@ from coca_attention.ops.parts import (
     has_windows,
     in_autocast,
 )
+from coca_attention.ops.positions import are_consecutive
 from coca_attention.ops.sight import Sight, hidden_by, restricted
 
 
-def attend_clipped(
+def attend_by_distance(
     query: Tensor,
     key: Tensor,
     far_query: Tensor,
@@ -34,8 +35,8 @@ def attend_clipped(
     value: Tensor,
     query_positions: Tensor,
     key_positions: Tensor,
-    max_distance: int,
-    consecutive: bool = True,
+    near: int,
+    consecutive: bool | None = None,
     attention_mask: Tensor | None = None,
     segments: Tensor | None = None,
     is_causal: bool = True,
@@ -43,21 +44,24 @@ def attend_clipped(
     scale: float = 1.0,
     dropout: float = 0.0,
 ) -> Tensor:
-    """softmax(scale * scores + mask) V, (B, H, T, Dv), with scores Q' K'^T up to a distance of W.
+    """softmax(scale * scores + mask) V, (B, H, T, Dv), with scores Q' K'^T of near keys.
 
-    Beyond, they are those of far queries and far keys, of a width E.
+    Those of far keys are the products of far queries and far keys, of a width E.
 
     Args:
         query: Q', (B, H, T, D).
-        key: K' of the last N keys, (B, G, N, D); all others must be at least W before every query.
-        far_query: (B, H, T, E): that of `far_query_map`, E = P + F, or Q' at other positions.
-        far_key: All keys, (B, G, S, E): coefficients, which are K' at position 0, or K' at others.
+        key: K' of the last N keys, (B, G, N, D); all others must be far from every query.
+        far_query: Q' at `DistanceMap.far_queries`, (B, H, T, E); if all far keys are at position 0,
+            that of `far_query_map`, E = P + F.
+        far_key: All keys at `DistanceMap.far_keys`, (B, G, S, E): at position 0 coefficients; with
+            slope 1 the same tensor as ``key``, of which nothing is copied.
         value: (B, G, S, Dv).
         query_positions: (T,) or (B, T).
         key_positions: Of all keys, (S,) or (B, S).
-        max_distance: W.
+        near: Distance from which on a key is far, see `DistanceMap`.
         consecutive: Whether positions are consecutive wherever a query sees a key: distances are
-            then those of the indices.
+            then those of the indices. By default the positions are looked at, for which a GPU is
+            waited for.
         attention_mask: As for `attend`, like the arguments after it.
     """
     tensors = in_autocast(query, key, far_query, far_key, value)
@@ -65,25 +69,37 @@ def attend_clipped(
     if batch == 0 or queries == 0:
         return query.new_zeros(*query.shape[:-1], value.shape[-1])
     if can_be_opaque(queries, attention_mask, dropout):
-        near = query_positions, key_positions, max_distance, consecutive
-        seen = attention_mask, segments, is_causal, window
-        return _attend_clipped(*tensors, *near, *seen, scale, dropout)
+        return _attend_by_distance(
+            *tensors,
+            query_positions,
+            key_positions,
+            near,
+            consecutive,
+            attention_mask,
+            segments,
+            is_causal,
+            window,
+            scale,
+            dropout,
+        )
+    if consecutive is None:
+        consecutive = are_consecutive(query_positions, key_positions, segments)
     alike = attention_mask is None or attention_mask.dim() < 3 or attention_mask.shape[-3] == 1
     one = queries == 1 and alike and not dropout and not torch.is_grad_enabled()
     plain = consecutive and is_causal and attention_mask is None and not dropout
     plain = plain and (window is None or window >= keys)
     if plain and not one and can_attend_parts(*tensors):
-        return _attend_in_parts(tensors, max_distance, scale, segments)
+        return _attend_in_parts(tensors, near, scale, segments)
     if attention_mask is not None and attention_mask.is_floating_point():
         attention_mask = attention_mask.masked_fill(hidden_by(attention_mask), float("-inf"))
     sight = Sight(queries, keys, attention_mask, segments, is_causal, window, query.device)
-    distance = Distance(query_positions, key_positions, max_distance, consecutive)
+    distance = Distance(query_positions, key_positions, near, consecutive)
     if one:
         return _attend_one(tensors, sight, distance, scale)
     return _attend_joined(tensors, sight, distance, scale, dropout)
 
 
-_attend_clipped = opaque(attend_clipped, differentiable=5)
+_attend_by_distance = opaque(attend_by_distance, differentiable=5)
 
 
 class Distance(NamedTuple):
@@ -91,29 +107,37 @@ class Distance(NamedTuple):
 
     queries: Tensor  # positions, (T,) or (B, T)
     keys: Tensor
-    limit: int  # W
+    near: int
     consecutive: bool
 
-    def near(self, rows: slice, columns: slice) -> Tensor:
+    def is_near(self, rows: slice, columns: slice) -> Tensor:
         """Whether some keys are near some queries, (1, t, s) or (B, 1, t, s)."""
         rows_at, columns_at = self.queries[..., rows], self.keys[..., columns]
-        return (rows_at.unsqueeze(-1) - columns_at.unsqueeze(-2) < self.limit).unsqueeze(-3)
+        return (rows_at.unsqueeze(-1) - columns_at.unsqueeze(-2) < self.near).unsqueeze(-3)
 
 
 def _attend_one(
     tensors: tuple[Tensor, ...], sight: Sight, distance: Distance, scale: float
 ) -> Tensor:
-    """`attend_clipped` of one query without gradients, for which copies of keys would take long."""
+    """`attend_by_distance` of one query without gradients, where copies of keys would take long."""
     query, key, far_query, far_key, value = tensors
     wide = torch.promote_types(query.dtype, torch.float32)
-    near, scores = (
-        scale * x.to(wide).unflatten(1, (y.shape[1], -1)).squeeze(-2) @ y.to(wide).mT
-        for x, y in ((query, key), (far_query, far_key))
-    )
-    first = sight.keys - key.shape[-2]
-    is_near = distance.near(slice(None), slice(first, None))
-    near = torch.where(is_near, near, scores[..., first:])
-    scores = torch.cat((scores[..., :first], near), dim=-1)
+
+    def scores_of(rows: Tensor, keys: Tensor) -> Tensor:
+        """(B, G, H/G, s); the heads that share keys are the rows of one product."""
+        rows = (scale * rows.to(wide)).unflatten(1, (keys.shape[1], -1)).squeeze(-2)
+        return rows @ keys.to(wide).mT
+
+    if distance.consecutive:
+        beyond = max(sight.keys - distance.near, 0)
+        near = scores_of(query, key[..., beyond - sight.keys :, :])
+        scores = torch.cat((scores_of(far_query, far_key[..., :beyond, :]), near), dim=-1)
+    else:
+        first = sight.keys - key.shape[-2]
+        far = scores_of(far_query, far_key)
+        is_near = distance.is_near(slice(None), slice(first, None))
+        near = torch.where(is_near, scores_of(query, key), far[..., first:])
+        scores = torch.cat((far[..., :first], near), dim=-1)
     seen, mask = sight.of(0, 1)
     output = weighted_values(scores[..., seen], value[..., seen, :], mask)
     return output.flatten(1, 2).unsqueeze(-2).to(query.dtype)
@@ -122,8 +146,8 @@ def _attend_one(
 def _attend_joined(
     tensors: tuple[Tensor, ...], sight: Sight, distance: Distance, scale: float, dropout: float
 ) -> Tensor:
-    """`attend_clipped` as attention to near keys and to far keys, of which a mask hides others."""
-    value, limit, past = tensors[4], distance.limit, sight.keys - sight.queries
+    """`attend_by_distance` as attention to near and far keys, of which a mask hides the others."""
+    value, past = tensors[4], sight.keys - sight.queries
     query, near_keys, far_keys = side_by_side(*tensors[:4])
 
     def block(start: int, rows: Tensor) -> Tensor:
@@ -132,10 +156,10 @@ def _attend_joined(
         # By index, keys between these may be near for one query and far for another.
         near_from, far_to = seen.start, seen.stop
         if distance.consecutive:
-            near_from = max(near_from, past + start - limit + 1)
-            far_to = max(near_from, past + stop - limit)
+            near_from = max(near_from, past + start - distance.near + 1)
+            far_to = max(near_from, past + stop - distance.near)
         near, far = slice(near_from, seen.stop), slice(seen.start, far_to)
-        is_near = distance.near(slice(start, stop), seen)
+        is_near = distance.is_near(slice(start, stop), seen)
         hidden = (
             restricted(mask, is_near)[..., near_from - seen.start :],
             restricted(mask, ~is_near)[..., : far_to - seen.start],
@@ -153,7 +177,7 @@ def _attend_joined(
     return in_blocks(block, query)
 
 
-def attend_clipped_half(
+def attend_half_by_distance(
     query: Tensor,
     far_query: Tensor,
     coefficients: Tensor,
@@ -163,15 +187,15 @@ def attend_clipped_half(
     attention_mask: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """`attend_clipped` of one query (B, H, 1, D), without forming keys: (B, H, 1, Dv).
+    """`attend_by_distance` of one query (B, H, 1, D), without forming keys: (B, H, 1, Dv).
 
     Args:
         query: Q', (B, H, 1, D), without a gradient.
-        far_query: That of `far_query_map`; with far frames, Q'.
+        far_query: As for `attend_by_distance`.
         coefficients: Of all keys, (B, G, S, P + F).
         value: (B, G, S, Dv).
-        near: Frames of the last keys, which are less than W back.
-        far: Frames of the others; None if they are at position 0.
+        near: Frames of the last keys, which are near.
+        far: Frames of the others, `far_key_frames`; None if they are at position 0.
         attention_mask: As for `attend_half`.
         scale: Multiplies the scores.
     """
@@ -198,9 +222,9 @@ def side_by_side(
 
 
 def _attend_in_parts(
-    tensors: tuple[Tensor, ...], limit: int, scale: float, segments: Tensor | None
+    tensors: tuple[Tensor, ...], near: int, scale: float, segments: Tensor | None
 ) -> Tensor:
-    """`attend_clipped` at consecutive positions, without a mask."""
+    """`attend_by_distance` at consecutive positions, without a mask."""
     query, key, far_query, far_key, value = tensors
     queries, keys = query.shape[-2], far_key.shape[-2]
     if key.shape[-2] < keys:
@@ -208,18 +232,18 @@ def _attend_in_parts(
     tensors = (query, key, far_query, far_key, value)
     banded = has_windows(*tensors)
     if segments is None:
-        return attend_parts(document_parts([keys], queries, limit, banded), tensors, scale)
+        return attend_parts(document_parts([keys], queries, near, banded), tensors, scale)
     outputs = []
     for row, *text in zip(segments, *tensors, strict=True):
         # Every document is a text of its own.
         lengths = row.unique_consecutive(return_counts=True)[1].tolist()
-        parts = document_parts(lengths, queries, limit, banded)
+        parts = document_parts(lengths, queries, near, banded)
         outputs.append(attend_parts(parts, [x[None] for x in text], scale))
     return torch.cat(outputs)
 
 
 def far_query_map(query: Tensor, free_pairs: int) -> Tensor:
-    """What a query at position W multiplies in coefficients, as keys at position 0.
+    """What a far query multiplies in coefficients, which are keys at position 0.
 
     There the second member of a collinear pair's key is 0: Q' (..., D) to (..., P + F).
     """
