@@ -80,7 +80,7 @@ def convert_folder(
         if wanted != Conversion(kv_cache=wanted.kv_cache):
             raise UserError(
                 "an original checkpoint has the slack form and its own T projection: omit --form, "
-                "--free-pairs, --roles, --max-distance and --length"
+                "--free-pairs, --roles, --near and --length"
             )
         model = load_original(source, dtype=None if dtype == "auto" else getattr(torch, dtype))
         model.config.kv_cache = wanted.kv_cache

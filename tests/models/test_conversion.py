@@ -254,7 +254,7 @@ def test_convert_from_folder_to_folder(family, auto, tmp_path, capsys, tokenizer
         (["nowhere", "target"], "there is no such folder here"),
         (
             ["source", "target", "--from-original", "--form", "strict"],
-            "omit --form, --free-pairs, --roles, --max-distance and",
+            "omit --form, --free-pairs, --roles, --near and",
         ),
         (["bare", "target", "--from-original"], "no weights could be loaded"),
         (["source", "source/inside"], "is inside the source"),

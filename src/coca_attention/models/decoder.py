@@ -187,7 +187,9 @@ class CollinearModel(CollinearPreTrained):
             # Without a mask segments are documents, found by their positions.
             documents = band is not None and band.segments is not None and reading.mask is None
             in_order = documents or (not reading.is_placed and reading.cache is None)
-            return CachedPositions(*settings, reading.cache, reading.padding, in_order)
+            positions = CachedPositions(*settings, reading.cache, reading.padding, in_order)
+            positions.windowed = not (isinstance(reading.mask, Tensor) and reading.mask.dim() == 4)
+            return positions
         return None
 
     def _band(self, reading: "Reading", use_cache: bool | None) -> Band | None:

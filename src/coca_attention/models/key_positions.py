@@ -35,6 +35,8 @@ class KeyPositions:
     consecutive: bool | None = False
     """Whether the tokens of this pass are the last keys, and positions grow by one wherever a query
     sees a key; None if that is not known. Read only with a distance map."""
+    windowed = True
+    """Whether layers with a window hide what is out of it: not in masks (B, 1, T, S) of a caller."""
     begins_consecutive = False
     """The same of the keys of this pass alone, which are the first of a static cache."""
     first_position: Tensor | None = None

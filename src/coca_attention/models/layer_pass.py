@@ -170,7 +170,7 @@ class LayerPass(NamedTuple):
             return self
         near, name = self.angles.far.distance_map.near, self.function
         longest = self._at.longest_distance(keys)
-        if self._at.consecutive and longest is not None:
+        if self._at.consecutive and self._at.windowed and longest is not None:
             longest = min(longest, (self.window or keys) - 1)
         is_far = longest is None or longest >= near
         able = name in ("sdpa", "eager", "paged|eager", "flex_attention")

@@ -349,7 +349,7 @@ def test_a_method_can_be_named(method, source, tmp_path, capsys):
 
 
 def test_the_default_method_takes_a_limit_of_distances(source, tmp_path, capsys):
-    code, said, _ = run(capsys, "extend", source, tmp_path / "target", "--max-distance", 40)
+    code, said, _ = run(capsys, "extend", source, tmp_path / "target", "--near", 40)
     assert code == 0 and "limited, W = 40" in said
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "target").config
     assert config.rope_parameters["distance_map"]["near"] == 40
@@ -358,7 +358,7 @@ def test_the_default_method_takes_a_limit_of_distances(source, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--max-distance", 8, "--method", "yarn"], "--max-distance is for --method limited"),
+        (["--near", 8, "--method", "yarn"], "--near is for --method limited"),
         (["--to", 100], "must be a whole number from 161"),
         (["--method", "rope"], "method: Input should be 'auto', 'limited'"),
         (["--check", "nosuch.txt"], "nosuch.txt"),
