@@ -16,6 +16,7 @@ from typing import Any
 from scipy.stats import fisher_exact
 
 from coca_lab.intervals import wilson_interval
+from coca_lab.old_names import OLD_METHODS
 from studies.pages import FOUND, begins, markdown, mean_and_interval, percent, write_tables
 
 PAGE = Path("results/retrieval/README.md")
@@ -32,8 +33,8 @@ CONTROLS = {
     "neox": "neox sequential",
 }
 """By the rule of the page: an arm, and what it changes one factor of."""
-PERPLEXITIES = [(256, "none"), (4096, "none"), (4096, "fold")]
-PASSKEYS = [(4096, "none"), (16384, "none"), (4096, "fold"), (16384, "fold")]
+PERPLEXITIES = [(256, "none"), (4096, "none"), (4096, "temperature")]
+PASSKEYS = [(4096, "none"), (16384, "none"), (4096, "temperature"), (16384, "temperature")]
 """Columns of the table: a length, and a scaling."""
 STOCK, DECAY = "cohere 8 x 4000", "cohere decay 8 x 4000"
 Trial = dict[str, Any]
@@ -73,7 +74,8 @@ def value(trial: Trial, name: str, length: int, scaling: str) -> float | None:
     """A measurement of a trial: ``accuracy`` or ``perplexity`` at a length or window."""
     for cell in trial["cells"]:
         place = cell.get("length") or cell.get("window")
-        if name in cell and (place, cell["scaling"]) == (length, scaling):
+        made = OLD_METHODS.get(cell["scaling"], cell["scaling"])
+        if name in cell and (place, made) == (length, scaling):
             return cell[name]
     return None
 
@@ -85,7 +87,7 @@ def learned(trial: Trial) -> bool:
 
 def reads_far(trial: Trial) -> bool:
     """Whether passkeys are found at 16 L, and at 64 L with the temperature for it."""
-    folded = value(trial, "accuracy", 64 * LENGTH, "fold")
+    folded = value(trial, "accuracy", 64 * LENGTH, "temperature")
     farthest = value(trial, "accuracy", 64 * LENGTH, "none") if folded is None else folded
     return min(value(trial, "accuracy", 16 * LENGTH, "none") or 0.0, farthest or 0.0) >= FOUND
 
@@ -93,7 +95,7 @@ def reads_far(trial: Trial) -> bool:
 def in_one_folder(trial: Trial) -> bool | None:
     """Whether passkeys of L, 16 L and 64 L are found, folded for 64 L; None without a fold."""
     lengths = (LENGTH, 16 * LENGTH, 64 * LENGTH)
-    found = [value(trial, "accuracy", length, "fold") for length in lengths]
+    found = [value(trial, "accuracy", length, "temperature") for length in lengths]
     known = [each for each in found if each is not None]
     return min(known) >= FOUND if len(known) == len(lengths) else None
 
@@ -157,7 +159,7 @@ def decay_line(arms: dict[str, list[Trial]]) -> str:
     """What the decay does to perplexity at 16 L, over the seeds that both arms have."""
     stock, decay = (
         {trial["seed"]: value(trial, "perplexity", 4096, scaling) for trial in arms.get(arm, ())}
-        for arm, scaling in ((STOCK, "fold"), (DECAY, "none"))
+        for arm, scaling in ((STOCK, "temperature"), (DECAY, "none"))
     )
     seeds = sorted(stock.keys() & decay.keys())
     if not seeds:

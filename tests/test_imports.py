@@ -20,15 +20,17 @@ LIBRARY = {
     "ops": set(),
     "layer": {"ops"},
     "roles": {"ops", "errors"},
-    "models": {"ops", "layer", "errors", "roles"},
+    "method_names": set(),
+    "models": {"ops", "layer", "errors", "roles", "method_names"},
     "testing": set(),
 }
 LOOSE = {
-    "arguments", "engine", "environment", "files", "fingerprints", "intervals", "loading", "store",
+    "arguments", "engine", "environment", "files", "fingerprints", "intervals", "loading",
+    "old_names", "store",
 }  # fmt: skip
 LABORATORY = {
     "__init__": {"cli"},
-    **dict.fromkeys(("arguments", "environment", "files", "intervals", "lm_eval"), frozenset()),
+    **dict.fromkeys(("arguments", "environment", "files", "intervals", "lm_eval", "old_names"), frozenset()),
     "store": {"files"},
     "engine": {"files", "store"},
     "fingerprints": {"engine", "files"},
@@ -55,6 +57,7 @@ OUTSIDE = {
     "ops": {"torch", "triton"},  # triton in kernels/ alone, and only where it is called
     "layer": {"torch"},
     "roles": set(),
+    "method_names": set(),
     "models": {"torch", "transformers", "huggingface_hub"},  # which Transformers requires
     "testing": {"torch", "transformers"},
 }

@@ -28,7 +28,7 @@ from coca_attention.models.configuration import (
     training_length,
 )
 from coca_attention.models.conversion import Conversion, convert, load_original
-from coca_attention.models.extension import LIMITING, extend_context, extended_lengths
+from coca_attention.models.methods import extend_context, extended_lengths, method_named
 from coca_attention.ops import DistanceMap
 from coca_lab.files import belongs_to, check_can_be_written, known_problem, writing
 from coca_lab.loading import load_model, model_without_weights, no_progress_bars, weight_files
@@ -102,23 +102,29 @@ def extend_folder(
     *,
     dtype: str = "auto",
     report: str = "",
-    **lengths: int | None,
+    to: int | None = None,
+    length: int | None = None,
+    **options: Any,
 ) -> PreTrainedModel:
     """`extend_context` from folder to folder, with tokenizer and card.
 
-    ``lengths`` are its arguments; ``report`` says in Markdown how the method was chosen. Methods
-    that change no weights copy their files, so any quantisation is kept.
+    ``options`` are those of the method; ``report`` says in Markdown how it was chosen. Methods that
+    change frequencies copy the files of the weights, so any quantisation is kept.
     """
     target = new_folder(source, target)
     # What is refused is refused before its weights are read.
     model = model_without_weights(source, "auto", any_head=True)
-    length, to = extended_lengths(model.config, lengths.get("to"), lengths.get("length"))
-    extend_context(model, method, **lengths)
-    kept = method not in LIMITING and dtype == "auto"
+    row = method_named(method)
+    length, to = extended_lengths(model.config, to, length, row)
+    extend_context(model, method, to=to, length=length, **options)
+    kept = row.changes == "frequencies" and dtype == "auto"
     if not kept:
         model = load_model(source, dtype=dtype, device="cpu", any_head=True)
-        extend_context(model, method, **lengths)
-    said = f"By method {method}, without training, for texts of {to:,} tokens; L = {length:,}."
+        extend_context(model, method, to=to, length=length, **options)
+    said = (
+        f"By method {method} ({row.source}), without training, for texts of {to:,} tokens; "
+        f"L = {length:,}."
+    )
     sections = {"Context extension": f"{said}\n\n{report}".strip()}
     with writing_model(model, source, target, longest=to, keep_weights=kept) as folder:
         write_card(folder, model.config, name=target.name, source=source, sections=sections)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from coca_attention.method_names import MethodName
 from coca_attention.roles import Roles
 from coca_lab.data import SourceSettings
 from coca_lab.data.text import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
@@ -86,8 +87,8 @@ class ModelRecipe(Roles, Architecture):
     """Model that objectives other than next_token learn from; by default start."""
     interpolation: Annotated[float, Field(ge=1)] | None = None
     """Factor of position interpolation; the model is trained with it and saved with it."""
-    scaling: Literal["linear", "ntk", "dynamic", "yarn", "llama3"] = "linear"
-    """Rule by which positions are scaled by the factor interpolation: linear is PI."""
+    scaling: MethodName = "linear"
+    """Method that changes frequencies by the factor interpolation: linear is PI."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision in which the trained model is saved; auto is that of start, or float32 without one.
     Training itself keeps weights in float32."""

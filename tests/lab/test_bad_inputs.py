@@ -211,8 +211,8 @@ CASES = {
     "shapes": (perplexity(make=lambda p: p.configured(intermediate_size=72)),
                "weights have other shapes than its configuration says"),
     # Evaluations.
-    "factor alone": (perplexity("--factor", "8"), "factor is for a scaling"),
-    "factor of generate": (generate("x", "--factor", "8"), "factor is for a scaling"),
+    "factor alone": (perplexity("--factor", "8"), "factor is for a method"),
+    "factor of generate": (generate("x", "--factor", "8"), "factor is for a method"),
     "check without text": (lambda p: ["extend", p.model, p.new(), "--check-lengths", "64"],
                            "beside --check TEXT, which is missing"),
     "no source": (perplexity("--source", ""), "the source is empty"),

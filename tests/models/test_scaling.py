@@ -12,7 +12,7 @@ from coca_attention import convert
 from coca_attention.models import Roles, set_rotary_scaling
 from coca_attention.models.configuration import rope_parameters, rotation
 from coca_attention.testing import assert_consistent, difference, logits, some_tokens
-from coca_lab.evaluation import RotaryScaling
+from coca_lab.evaluation import MethodSettings
 from conftest import VOCABULARY, tiny_model
 from covering import mostly_slow
 from families import FAMILIES, VARIED, collinear, reloaded, vanilla
@@ -36,7 +36,7 @@ def test_what_transformers_remembers_of_a_long_text_ends_with_its_scaling(kind):
     """Of two texts beyond the training length, the second keeps the frequencies of the first."""
     theirs = scaled_by_transformers(tiny_model(kind), {"rope_type": "dynamic", "factor": 4.0})
     alone = copy.deepcopy(theirs)(IDS).logits
-    with RotaryScaling().applied(theirs, 96):
+    with MethodSettings().applied(theirs, 96):
         theirs(IDS.repeat(1, 2))
         assert not torch.allclose(theirs(IDS).logits, alone, atol=1e-2)
     assert torch.equal(theirs(IDS).logits, alone)

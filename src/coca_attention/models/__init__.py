@@ -16,9 +16,9 @@ from coca_attention.models.alibi import (
 )
 from coca_attention.models.configuration import add_rope_types, training_length
 from coca_attention.models.conversion import Conversion, convert, load_original
-from coca_attention.models.extension import extend_context
 from coca_attention.models.families import FAMILIES, GPT_NEOX, LLAMA, register, register_family
 from coca_attention.models.fused import FUSED, fused_attention, fused_mask, use_fused_attention
+from coca_attention.models.methods import METHODS, Method, applied, extend_context
 from coca_attention.models.scaling import set_rotary_scaling
 from coca_attention.roles import Roles
 
@@ -50,6 +50,7 @@ CoCAGPTNeoXForCausalLM = GPT_NEOX.causal_lm
 """GPT-NeoX, the body of the paper's models, with CoCA attention."""
 
 __all__ = [
+    "METHODS",
     "AlibiGPTNeoXConfig",
     "AlibiGPTNeoXForCausalLM",
     "CoCAGPTNeoXConfig",
@@ -57,7 +58,9 @@ __all__ = [
     "CoCALlamaConfig",
     "CoCALlamaForCausalLM",
     "Conversion",
+    "Method",
     "Roles",
+    "applied",
     "convert",
     "extend_context",
     "load_original",

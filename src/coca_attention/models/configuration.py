@@ -38,6 +38,9 @@ UNSUPPORTED = {
 }
 """Fields of configurations by which attention does something that a CoCA model's does not."""
 LETTERS = {"l": LOCAL, "g": GLOBAL}
+WITHOUT_POSITIONS = ("cohere2", "exaone4", "exaone_moe", "afmoe")
+"""Model types whose layers with full attention, beside layers with a window, have no positions,
+which no field says."""
 
 
 def rope_parameters(config: PreTrainedConfig, layer_type: str | None = None) -> dict[str, Any]:
@@ -52,6 +55,22 @@ def layer_types(config: PreTrainedConfig) -> list[str]:
     """The type of every layer: in a family without types but with a window (Mistral), `LOCAL`."""
     kind = LOCAL if own_window(config) else GLOBAL
     return list(getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers)
+
+
+def without_positions(config: PreTrainedConfig) -> list[bool]:
+    """Whether each layer has no positions, which families say in different ways."""
+    kinds = layer_types(config)
+    thetas = getattr(config, "layer_rope_theta", None)  # GraniteSWA
+    rotated = getattr(config, "no_rope_layers", None)  # SmolLM3, Llama 4: 1 where there is rotation
+    if thetas:
+        return [not theta for theta in thetas]
+    if rotated:
+        return [not each for each in rotated]
+    if config.model_type in WITHOUT_POSITIONS or (
+        has_own_roles(config) and rope_parameters(config).get("turning_pairs") == 0
+    ):
+        return [kind == GLOBAL and LOCAL in kinds for kind in kinds]
+    return [False] * len(kinds)
 
 
 def own_window(config: PreTrainedConfig) -> int | None:

@@ -32,6 +32,7 @@ from coca_attention.models.configuration import (
     training_length,
     unsupported,
     window_of,
+    without_positions,
 )
 from coca_attention.models.decoder import (
     CollinearHead,
@@ -47,9 +48,6 @@ from coca_attention.ops.checks import check_whole
 from coca_attention.roles import Roles
 
 log = logging.getLogger(__name__)
-
-WITHOUT_POSITIONS = ("cohere2", "exaone4")
-"""Model types whose layers with full attention have no positions, which no field says."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +222,6 @@ def _find_family(model: PreTrainedModel) -> tuple[Family, type]:
 def _obstacle(model: PreTrainedModel) -> str | None:
     """Why a model's attention cannot be converted; None if only its family may be unknown."""
     config = model.config.get_text_config()
-    skips = 0 in (getattr(config, "no_rope_layers", None) or ())
     kinds = getattr(config, "layer_types", None) or ()
     found = {
         "is quantised: convert it in full precision, and quantise what that writes. Methods yarn, "
@@ -235,7 +232,9 @@ def _obstacle(model: PreTrainedModel) -> str | None:
         "has no rotary positions": not any(
             getattr(config, name, None) for name in ("rope_parameters", "rotary_dim")
         ),
-        "has layers without positions": skips or config.model_type in WITHOUT_POSITIONS,
+        "has layers without positions: method temperature of extend_context is for them": any(
+            without_positions(config)
+        ),
         "has layers of other types than attention": set(kinds) - {LOCAL, GLOBAL},
         "has sinks, learned scores for attending to nothing": any(
             name.endswith(".sinks") for name, _ in model.named_parameters()

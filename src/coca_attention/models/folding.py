@@ -1,67 +1,94 @@
-"""A temperature for a longer context, folded into the queries of layers that see the whole text."""
+"""A temperature for longer texts, folded into the queries of layers that have no positions."""
 
-import math
+import copy
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from coca_attention.errors import UserError
-from coca_attention.models.configuration import GLOBAL, layer_types, rope_parameters
+from coca_attention.models.configuration import (
+    GLOBAL,
+    layer_types,
+    rope_parameters,
+    without_positions,
+)
 
 
-def global_queries(model: PreTrainedModel) -> list[nn.Module]:
-    """The query projections of the layers that see the whole text.
+def position_free_queries(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules whose weights scale the queries of layers that see the whole text, unrotated.
+
+    That is the query projection, or a norm of queries after it.
 
     Raises:
-        UserError: If there is no such layer beside local ones, if its queries are not a module of
-            their own or are normalised afterwards, or if the model has a temperature already.
+        UserError: If there is no such layer, if its queries are not a module of their own or are
+            normalised without a weight, or if the model has a temperature already.
     """
     config: PreTrainedConfig = model.config.get_text_config()
-    layers: nn.ModuleList = model.base_model.layers  # pyright: ignore[reportAssignmentType]
-    queries = []
-    for layer, kind in zip(layers, layer_types(config), strict=True):
-        if kind == GLOBAL:
-            modules = dict(layer.named_modules())
-            found = [each for name, each in modules.items() if name.endswith(".q_proj")]
-            if len(found) != 1 or any(name.endswith(".q_norm") for name in modules):
-                raise UserError(
-                    f"{type(model).__name__} has no query projection whose scale is that of the "
-                    "scores, so no temperature can be folded into it"
-                )
-            queries += found
-    if not 0 < len(queries) < len(layers):
+    free = without_positions(config)
+    kinds = layer_types(config)
+    if not any(free):
         raise UserError(
-            "a temperature is folded into global layers beside local ones (model.layers: llg)"
+            f"a temperature is folded into layers without positions that see the whole text, and a "
+            f"model of type {config.model_type!r} has none"
         )
-    if rope_parameters(config).get("temperature") is not None:
+    if rope_parameters(config).get("temperature") is not None or getattr(
+        config, "attn_temperature_tuning", None
+    ):
         raise UserError("the model has a temperature, which grows with the text: fold none")
+    layers: nn.ModuleList = model.base_model.layers  # pyright: ignore[reportAssignmentType]
+    queries = [
+        _scale_of_queries(layer, type(model).__name__)
+        for layer, kind, is_free in zip(layers, kinds, free, strict=True)
+        if is_free and kind == GLOBAL  # a window holds no more keys in longer texts
+    ]
+    if not queries:
+        raise UserError("all layers without positions see a window: a temperature changes nothing")
     return queries
 
 
-@torch.no_grad()
-def fold_temperature(model: PreTrainedModel, context: int) -> float:
-    """Multiply the scores of global layers by ln(N + 1) / ln(L + 1), in the weights.
+def _scale_of_queries(layer: nn.Module, name: str) -> nn.Module:
+    """The module of a layer whose weights scale its queries."""
+    modules = dict(layer.named_modules())
+    projections = [each for path, each in modules.items() if path.endswith(".q_proj")]
+    norms = [each for path, each in modules.items() if path.endswith((".q_norm", ".qk_norm"))]
+    if len(projections) != 1 or len(norms) > 1 or (norms and not _is_linear_in_weights(norms[0])):
+        raise UserError(
+            f"{name} has no query projection, or norm of queries, whose weights scale the scores, "
+            "so no temperature can be folded into it"
+        )
+    return norms[0] if norms else projections[0]
 
-    A softmax over N keys instead of the L of training is flatter; log n scaling (Su, 2021; Chiang
-    and Cholak, 2022) undoes that. For one context N it is a change of weights, which every engine
-    computes.
+
+def _is_linear_in_weights(norm: nn.Module) -> bool:
+    """Whether doubling the weights of a norm doubles what it returns (not so in Gemma: 1 + w)."""
+    probe = copy.deepcopy(norm).to_empty(device="cpu").float()
+    weights = [*probe.parameters()]
+    if not weights:
+        return False
+    x = torch.linspace(-1.0, 2.0, weights[0].shape[-1]).expand_as(weights[0])
+    outputs = []
+    with torch.no_grad():
+        for value in (0.5, 1.0):
+            for weight in weights:
+                weight.fill_(value)
+            outputs.append(probe(x))
+    return torch.equal(2 * outputs[0], outputs[1])
+
+
+@torch.no_grad()
+def fold_temperature(queries: list[nn.Module], factor: float) -> None:
+    """Multiply the scores of layers by a factor, ln(T + 1) / ln(L + 1), in the weights.
+
+    A softmax over T keys instead of the L of training is flatter; log n scaling (Su, 2021; Chiang
+    and Cholak, 2022) undoes that. For one context T it is a change of weights, which every engine
+    computes. The weights are replaced, and not written into.
 
     Args:
-        model: A model with global layers beside local ones, changed in place.
-        context: N in tokens, at least the model's ``max_position_embeddings`` L.
-
-    Returns:
-        The factor.
-
-    Raises:
-        UserError: If the context is shorter, or as `global_queries`.
+        queries: As `position_free_queries` finds them.
+        factor: The factor.
     """
-    length: int = model.config.get_text_config().max_position_embeddings
-    if context < length:
-        raise UserError(f"context must be at least the training length, {length}; got {context}")
-    factor = math.log(context + 1) / math.log(length + 1)
-    for query in global_queries(model):
-        for weight in query.parameters():
-            weight.mul_(factor)
-    return factor
+    for module in queries:
+        for name, weight in list(module.named_parameters(recurse=False)):
+            scaled = nn.Parameter(weight * factor, requires_grad=weight.requires_grad)
+            setattr(module, name, scaled)

@@ -1,12 +1,10 @@
 """Changing the rotary scaling of a loaded model, CoCA or vanilla."""
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from coca_attention.errors import UserError
@@ -147,33 +145,29 @@ def _changed_parameters(
     return changed
 
 
-@contextmanager
-def rotary_restored(model: PreTrainedModel, weights: Sequence[Tensor] = ()) -> Iterator[None]:
-    """Restore the rotary embedding and weights of a model after the ``with`` block, bit by bit.
+def set_own_rotary(model: PreTrainedModel, parameters: dict[str, Any]) -> None:
+    """Set a rule of Transformers in a model of any family, whose own rotary module computes it.
 
-    With its ``rope_parameters`` and ``max_position_embeddings``.
+    Args:
+        model: A model with one set of rotary parameters, as in training.
+        parameters: Entries of ``rope_parameters``.
+
+    Raises:
+        UserError: If it has a rule, or several sets.
     """
-    copies = [weight.detach().clone() for weight in weights]
-    config = model.config.get_text_config()
-    names = ("rope_parameters", "max_position_embeddings")
-    fields = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    # With what modules remember: Transformers' own ``dynamic`` keeps the frequencies of the longest
-    # text read until a short one.
-    kept = [
-        (name, module, vars(module).copy(), module._buffers.copy())
-        for name, module in _rotary_modules(model).items()
-    ]
-    try:
-        yield
-    finally:
-        for name, value in fields.items():
-            setattr(config, name, value)
-        for name, module, attributes, buffers in kept:
-            vars(module).clear()
-            vars(module).update(attributes, _buffers=buffers)
-            model.set_submodule(name, module)
-        for weight, before in zip(weights, copies, strict=True):
-            weight.data.copy_(before)
+    config: PreTrainedConfig = model.config.get_text_config()
+    rope = rope_parameters(config)
+    modules = _rotary_modules(model)
+    several = rope is not config.rope_parameters or getattr(config, "layer_rope_theta", None)
+    if several or rope.get("rope_type", "default") != "default" or not modules:
+        raise UserError(
+            f"the rotary layers of {config.model_type} that see the whole text cannot be scaled: "
+            f"expected one set of rotary parameters without a rule, got {config.rope_parameters}"
+        )
+    config.rope_parameters = rope | parameters
+    for name, module in modules.items():
+        made: nn.Module = type(module)(config)
+        model.set_submodule(name, made.to(module.inv_freq.device))
 
 
 def _rotary_modules(model: PreTrainedModel) -> dict[str, nn.Module]:

@@ -20,9 +20,9 @@ from coca_attention.errors import UserError
 from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.configuration import attention_of, rotation, window_of
 from coca_attention.models.families import family_of
+from coca_attention.models.methods import applied
 from coca_attention.models.projections import AttentionLayout, head_norm
 from coca_attention.models.rotary import CoCARotary
-from coca_attention.models.scaling import rotary_restored
 from coca_attention.ops import Rotation
 from coca_attention.ops.positions import join_pairs
 
@@ -109,7 +109,7 @@ def visit_layers(
 def read_text(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Any:
     """The output of one forward pass, which does not change what later passes compute."""
     # Transformers' own dynamic scaling would keep the frequencies of this text for the next.
-    with rotary_restored(model), torch.no_grad():
+    with applied(model, "none"), torch.no_grad():
         return model(input_ids=input_ids.to(model.device), use_cache=False, **kwargs)
 
 

@@ -37,7 +37,7 @@ from coca_lab.analysis.scores import (
 from coca_lab.data import SourceSettings
 from coca_lab.engine import Engine, Item, Progress
 from coca_lab.evaluation.perplexity import TextSettings, load_text
-from coca_lab.evaluation.task import Cell, Measurement, Model, RotaryScaling, Task
+from coca_lab.evaluation.task import Cell, Measurement, MethodSettings, Model, Task
 
 DEFAULT_TOKENS = 2048
 AtLeastTwo = Annotated[int, Field(ge=2)]
@@ -320,7 +320,7 @@ class AnalyzeSettings(AnalysisSettings, SourceSettings):
     """Which text to read, and what to measure."""
 
 
-def _measure(model: Model, settings: AnalyzeSettings, scaling: RotaryScaling) -> list[Measurement]:
+def _measure(model: Model, settings: AnalyzeSettings, method: MethodSettings) -> list[Measurement]:
     names = AnalysisSettings.__dataclass_fields__
     analysis = AnalysisSettings(**{name: getattr(settings, name) for name in names})
     token_ids = read_token_ids(settings, model.tokenizer, settings)

@@ -12,8 +12,8 @@ from coca_lab.cli import Command, choose
 from coca_lab.cli.console import RAY, PlacedSettings, ProgressBar, parse, parse_file, print_table
 from coca_lab.engine import Engine
 from coca_lab.evaluation import TASKS, Task
-from coca_lab.evaluation.plan import Plan, ScalingSettings, write_cells
-from coca_lab.evaluation.task import Cell, ScalingFactor, ScalingKind
+from coca_lab.evaluation.plan import ModelsMethod, Plan, write_cells
+from coca_lab.evaluation.task import Cell, MethodSettings
 from coca_lab.files import check_results
 from coca_lab.report import printed_tables, read_results
 from coca_lab.store import Store
@@ -35,17 +35,12 @@ class LoadingSettings(PlacedSettings):
 
 
 @dataclass
-class ScaledSettings(LoadingSettings):
-    """How a model is loaded and scaled, and where the results go."""
-
-    scaling: ScalingKind = "none"
-    """Rotary scaling; ntk computes the base from each window, linear is position interpolation."""
-    factor: ScalingFactor | None = None
-    """Factor of the scaling, by default 4."""
+class ReadingSettings(LoadingSettings, MethodSettings):
+    """How a model is loaded, by what method it reads farther, and where the results go."""
 
     def __post_init__(self) -> None:
-        if self.factor is not None and self.scaling == "none":
-            raise UserError("factor is for a scaling: set --scaling, for example to yarn")
+        if self.factor is not None and self.method == "none":
+            raise UserError("factor is for a method: set --method, for example to yarn")
 
 
 @dataclass
@@ -83,22 +78,22 @@ def task_command(task: Task, prefix: str) -> Command:
     program = f"{prefix} {task.name}"
 
     def run(words: list[str]) -> None:
-        sections = [task.settings, ScaledSettings if task.scaled else LoadingSettings]
+        sections = [task.settings, ReadingSettings if task.scaled else LoadingSettings]
         sections += [EndpointSettings] if task.prompts else []
         named = ["folder" if task.prompts else "model"]  # --model is what a server calls it
         path, settings, loading, *server = parse(program, run, words, sections, named)
         at = server[0] if server else EndpointSettings()
         name = at.model or loading.name or (path if at.endpoint else Path(path).name)
-        scaling = ScalingSettings()
+        method = ModelsMethod()
         plain = re.sub(r"[^\w.=+-]+", "-", name)
         file = f"{plain}-{task.name}.json"
         if task.scaled:
-            scaling = ScalingSettings(loading.scaling, loading.factor or 4.0)
-            file = f"{plain}-{loading.scaling}-{task.name}.json"
+            method = ModelsMethod(loading.method, loading.factor, loading.options)
+            file = f"{plain}-{loading.method}-{task.name}.json"
         output = Path(loading.output or Path("runs", "eval", file))
         check_results(output)
         plan = Plan(
-            [scaling],
+            [method],
             dtype=loading.dtype,
             device=loading.device,
             endpoint=at.endpoint,

@@ -11,7 +11,7 @@ from transformers import TextStreamer, set_seed
 from coca_attention.errors import UserError
 from coca_lab.cli.console import PlacedSettings, parse
 from coca_lab.data import load_tokenizer
-from coca_lab.evaluation import RotaryScaling
+from coca_lab.evaluation import MethodSettings
 from coca_lab.generation import FiniteScores
 from coca_lab.loading import check_vocabulary, load_model
 
@@ -20,7 +20,7 @@ COLDEST = 1e-3
 
 
 @dataclass
-class GenerateSettings(PlacedSettings):
+class GenerateSettings(PlacedSettings, MethodSettings):
     """How text is generated."""
 
     max_new_tokens: PositiveInt = 64
@@ -34,11 +34,6 @@ class GenerateSettings(PlacedSettings):
     """Draw from this many of the likeliest tokens; by default as generation_config.json says."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the draws."""
-    scaling: str = "none"
-    """Rotary scaling, such as linear, ntk, dynamic or yarn; ntk fixes the base from the prompt's
-    length plus max_new_tokens."""
-    factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
-    """Factor of the scaling, by default 4."""
     chat: bool = False
     """Put the prompt into the tokenizer's chat template, as a user's message, and print the answer
     alone."""
@@ -50,8 +45,8 @@ class GenerateSettings(PlacedSettings):
             raise UserError(f"temperature must be 0, or at least {COLDEST}, got {self.temperature}")
         if not self.temperature and (self.top_p, self.top_k) != (None, None):
             raise UserError("top_p and top_k are for draws: set --temperature, for example to 1")
-        if self.factor is not None and self.scaling == "none":
-            raise UserError("factor is for a scaling: set --scaling, for example to yarn")
+        if self.factor is not None and self.method == "none":
+            raise UserError("factor is for a method: set --method, for example to yarn")
 
 
 def generate_command(words: list[str]) -> None:
@@ -86,9 +81,8 @@ def generate_command(words: list[str]) -> None:
         options["streamer"] = TextStreamer(
             tokenizer, skip_prompt=settings.chat, skip_special_tokens=True
         )
-    scaling: Any = RotaryScaling(settings.scaling, settings.factor or 4.0)  # pyright: ignore (any rule)
     set_seed(settings.seed)
-    with scaling.applied(model, before + settings.max_new_tokens):
+    with settings.applied(model, before + settings.max_new_tokens):
         (ids,) = model.generate(
             input_ids=inputs["input_ids"],
             attention_mask=inputs["attention_mask"],

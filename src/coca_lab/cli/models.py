@@ -2,20 +2,21 @@
 
 import logging
 import re
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from pydantic import PositiveInt
 from transformers import PreTrainedConfig
 
 from coca_attention.errors import UserError
+from coca_attention.method_names import MethodName
 from coca_attention.models.configuration import (
     made_for,
     rope_parameters,
     rotation,
 )
 from coca_attention.models.conversion import Conversion
-from coca_attention.models.extension import METHODS, Method, extend_context, extended_lengths
+from coca_attention.models.methods import METHODS, extend_context, extended_lengths
 from coca_attention.ops import FORMS
 from coca_lab.cli.console import ProgressBar, parse, print_table
 from coca_lab.engine import Engine
@@ -85,11 +86,13 @@ class ExtendSettings:
 
     to: PositiveInt | None = None
     """The longest text in tokens that the model is to read; by default four times L."""
-    method: Literal["auto", Method] = "auto"
+    method: Literal["auto", MethodName] = "auto"
     """limited: distances beyond W score as if W (ReRoPE with log n), which changes nothing in texts
     of up to W tokens; leaky: beyond L/2 they grow so slowly that none reaches L (Leaky ReRoPE);
-    yarn, dynamic and ntk change rotations. auto takes the best by --check, and without it
-    limited."""
+    yarn, dynamic, ntk, linear, llama3 and longrope change rotations; temperature is for models
+    with layers without positions. auto takes the best by --check, and without it limited."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Other options of the method by name (docs/conversion.md lists them)."""
     near: PositiveInt | None = None
     """W, for limited; by default L, or with --check the best of L, L/2 and L/4."""
     length: PositiveInt | None = None
@@ -106,6 +109,8 @@ def extend_command(words: list[str]) -> None:
     new_folder(path, target)
     if wanted.near and wanted.method not in ("auto", "limited"):
         raise UserError("--near is for --method limited")
+    if wanted.options and wanted.method == "auto":
+        raise UserError("--options are those of one method: name it by --method")
     if not check.check and check != CheckSettings():
         raise UserError(
             "what is measured, and on what, is said beside --check TEXT, which is missing"
@@ -118,15 +123,18 @@ def extend_command(words: list[str]) -> None:
     if check.check:
         measured = _compare(path, wanted, check, length, to)
         chosen, report = measured.chosen.candidate, measured.markdown()
+    options = dict(wanted.options)
+    if chosen.near is not None:
+        options["near"] = chosen.near
     model = extend_folder(
         path,
         target,
         chosen.method,
         to=to,
         length=length,
-        near=chosen.near,
         dtype=wanted.dtype,
         report=report,
+        **options,
     )
     print(
         f"{target}: {model.config.model_type}, {chosen.label}, for texts of {to:,} tokens; runs in "
@@ -139,14 +147,19 @@ def _compare(
 ) -> ExtensionCheck:
     """Measure the methods that are possible, and print the tables."""
     methods = []
-    for method in METHODS if wanted.method == "auto" else (wanted.method,):
+    tried = [each.name for each in METHODS.values() if each.compared]
+    for method in tried if wanted.method == "auto" else (wanted.method,):
         try:
-            extend_context(model_without_weights(path), method, to=to, length=length)
+            extend_context(
+                model_without_weights(path), method, to=to, length=length, **wanted.options
+            )
             methods.append(method)
         except UserError as error:
             if wanted.method != "auto":
                 raise
-            log.warning("%s is left out: %s", method, error)
+            # Few models have layers without positions, and nobody misses what is for them.
+            level = logging.INFO if METHODS[method].changes == "weights" else logging.WARNING
+            log.log(level, "%s is left out: %s", method, error)
     model = open_model(path, dtype=wanted.dtype)
     values = cache_folder() / "extend" / f"{fingerprint(model.identity)[:24]}.sqlite"
     with Store(values) as store, ProgressBar() as progress:
@@ -158,8 +171,9 @@ def _compare(
             length=length,
             to=to,
             near=wanted.near,
+            options=wanted.options,
         )
-    free_weights()  # which are extended now
+    free_weights()
     for table in found.tables():
         print_table(*table)
     print(found.reason)
@@ -175,7 +189,7 @@ class ExportSettings:
     context: PositiveInt | None = None
     """N, the tokens among which the model is to find something: scores of global layers are
     multiplied by ln(N + 1) / ln(L + 1), for L the training length. By default they stay. What that
-    costs within L, coca eval perplexity --scaling fold --factor N/L measures."""
+    costs within L, coca eval perplexity --method temperature --factor N/L measures."""
     gguf: bool = False
     """Write NAME.gguf for llama.cpp into the folder, too, for NAME its name."""
     dtype: Dtype = "auto"

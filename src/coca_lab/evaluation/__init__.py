@@ -9,7 +9,7 @@ from coca_lab.evaluation.needles import NEEDLES_TASK
 from coca_lab.evaluation.perplexity import PERPLEXITY_TASK
 from coca_lab.evaluation.recall import RECALL_TASK
 from coca_lab.evaluation.retrieval import PASSKEY_TASK, RULER_TASK
-from coca_lab.evaluation.task import Cell, Model, RotaryScaling, Task, evaluate, open_model
+from coca_lab.evaluation.task import Cell, MethodSettings, Model, Task, evaluate, open_model
 
 TASKS: dict[str, Task] = {
     task.name: task
@@ -29,5 +29,12 @@ def register_task(task: Task) -> None:
 
 
 __all__ = [
-    "TASKS", "Cell", "Model", "RotaryScaling", "Task", "evaluate", "open_model", "register_task",
+    "TASKS",
+    "Cell",
+    "MethodSettings",
+    "Model",
+    "Task",
+    "evaluate",
+    "open_model",
+    "register_task",
 ]  # fmt: skip

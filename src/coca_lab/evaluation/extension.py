@@ -6,7 +6,7 @@ numbers are asked for from its cache.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -18,8 +18,8 @@ from pydantic import PositiveInt
 from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
-from coca_attention.models import convert
-from coca_attention.models.extension import LIMITING, Method, extended, limit_distances
+from coca_attention.method_names import MethodName
+from coca_attention.models import METHODS, applied
 from coca_lab.data.documents import BadLines
 from coca_lab.engine import Engine, Item
 from coca_lab.evaluation.marked import (
@@ -29,7 +29,7 @@ from coca_lab.evaluation.marked import (
     read_marked,
 )
 from coca_lab.evaluation.perplexity import TextSettings, load_text
-from coca_lab.evaluation.task import Model, free_weights
+from coca_lab.evaluation.task import Model
 from coca_lab.fingerprints import code_fingerprint, fingerprint
 from coca_lab.intervals import DocumentScore, paired_ratio_interval
 from coca_lab.intervals import perplexity as perplexity_of
@@ -38,9 +38,6 @@ SHARES = (1.0, 0.5, 0.25)
 """The limits of distances that are tried, as shares of L."""
 SCORED_TOKENS = 1024
 """Tokens at the end of a text whose perplexity is measured, at most."""
-STOCK = ("Transformers", "vLLM", "SGLang", "llama.cpp")
-"""Other engines compute no limited distances, and vLLM reads ``dynamic`` as another function: the
-table in docs/conversion.md."""
 RULE = (
     "In parentheses the 95 % interval over documents of the change from what the model as it is "
     "does on the same tokens with the last L tokens. A method loses perplexity within L if that "
@@ -81,12 +78,14 @@ class Candidate:
         near: W, with method limited.
         length: L, in tokens.
         to: The longest text that is to be read, in tokens.
+        options: Other options of the method, by name and value.
     """
 
-    method: Literal["base"] | Method = "base"
+    method: Literal["base"] | MethodName = "base"
     near: int | None = None
     length: int = 0
     to: int = 0
+    options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def label(self) -> str:
@@ -96,9 +95,7 @@ class Candidate:
     @property
     def engines(self) -> tuple[str, ...]:
         """What runs a model that is extended like this."""
-        package = ("Transformers with this package",)
-        known = dict.fromkeys(LIMITING, package) | {"dynamic": STOCK[:1]}
-        return known.get(self.method, STOCK)
+        return METHODS["none" if self.method == "base" else self.method].engines
 
     def readings(self, lengths: Sequence[int]) -> list[list[int]]:
         """The lengths that one reading of a text has, for every reading that it takes.
@@ -113,22 +110,14 @@ class Candidate:
     @contextmanager
     def applied(self, model: Model) -> Iterator[PreTrainedModel]:
         """The model with its weights, as the method has it."""
-        # One whose distances are limited stays converted, so that others need new weights.
-        limits = self.method in LIMITING
-        if not limits and type(model.loaded()) is not type(model.module):
-            free_weights()
         module = model.loaded()
         if self.method == "base":
             yield module
             return
-        if limits:
-            config = module.config.get_text_config()
-            if not hasattr(config, "coca_form"):
-                config = convert(module, "rope", length=self.length).config.get_text_config()
-            limit_distances(config, self.method, self.length, self.to, self.near)
-            yield module
-            return
-        with extended(module, self.method, length=self.length, to=self.to):
+        options = dict(self.options)
+        if self.near is not None:
+            options["near"] = self.near
+        with applied(module, self.method, length=self.length, to=self.to, **options):
             yield module
 
 
@@ -324,10 +313,11 @@ def check_extensions(
     settings: CheckSettings,
     engine: Engine,
     *,
-    methods: Sequence[Method],
+    methods: Sequence[MethodName],
     length: int,
     to: int,
     near: int | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> ExtensionCheck:
     """Measure a rotary model as it is and extended.
 
@@ -339,6 +329,7 @@ def check_extensions(
         length: L, in tokens.
         to: The longest text to read, in tokens.
         near: W of the method limited; by default L and shares of it (`SHARES`).
+        options: Other options of the one method that is tried.
 
     Raises:
         UserError: If the text is too short, or numbers cannot be hidden in it.
@@ -346,7 +337,8 @@ def check_extensions(
     lengths = check_lengths(settings, length, to)
     limits = [near] if near else [max(1, round(s * length)) for s in SHARES]
     base = Candidate("base", None, length, to)
-    candidates = [base, *(Candidate(m, None, length, to) for m in methods if m != "limited")]
+    given = tuple(sorted((options or {}).items()))
+    candidates = [base, *(Candidate(m, None, length, to, given) for m in methods if m != "limited")]
     if "limited" in methods:
         candidates += [Candidate("limited", limit, length, to) for limit in limits]
     source = TextSettings(

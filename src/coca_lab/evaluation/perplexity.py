@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from coca_attention.errors import UserError
 from coca_lab.data import SourceSettings, encode_documents
 from coca_lab.engine import Item
-from coca_lab.evaluation.task import Cell, Measurement, Model, RotaryScaling, Task
+from coca_lab.evaluation.task import Cell, Measurement, MethodSettings, Model, Task
 from coca_lab.evaluation.windows import (
     TokenDocument,
     Window,
@@ -178,8 +178,8 @@ class WindowReading:
     first: int
     """Index of the first target of a document."""
     scaled: Cell
-    """What the cell says about the scaling, or `ATTEND_LAST`."""
-    scaling: RotaryScaling
+    """What the cell says about the method, or `ATTEND_LAST`."""
+    method: MethodSettings
     edges: list[int] | None
     """Where the ranges of ``by_position`` end, inclusive, after 0; None without ranges."""
     repeats: list[Tensor] | None
@@ -191,21 +191,21 @@ class WindowReading:
 
 
 def measure_perplexity(
-    model: Model, settings: PerplexitySettings, scaling: RotaryScaling
+    model: Model, settings: PerplexitySettings, method: MethodSettings
 ) -> list[Measurement]:
     """Perplexity of documents at every window size, and of ``attend_last``: a cell each."""
     name, needed = str(settings), settings.tokens_needed
-    if name not in model.texts:  # read once for a model, whatever the scaling
+    if name not in model.texts:  # read once for a model, whatever the method
         model.texts[name] = load_text(settings, model.tokenizer, at_least=needed)
     documents: list[TokenDocument] = model.texts[name]
     if settings.targets == "one-pass":
         # The last input of the only window predicts the token after it.
         documents = [replace(d, tokens=d.tokens[:needed]) for d in documents]
-    return [_measure_cell(model, each) for each in _readings(documents, settings, scaling)]
+    return [_measure_cell(model, each) for each in _readings(documents, settings, method)]
 
 
 def _readings(
-    documents: Sequence[TokenDocument], settings: WindowSettings, scaling: RotaryScaling
+    documents: Sequence[TokenDocument], settings: WindowSettings, method: MethodSettings
 ) -> list[WindowReading]:
     """How the documents are read for every cell."""
     windows, stride, positions = settings.windows, settings.step, settings.positions
@@ -216,7 +216,7 @@ def _readings(
     rest = (repeats, settings, documents, text_hash(documents))
     if settings.targets == "one-pass":
         edges, longest = [0, *sorted(set(windows))], max(windows)
-        readings = [WindowReading(longest, longest, 1, scaling.facts, scaling, edges, *rest)]
+        readings = [WindowReading(longest, longest, 1, method.facts, method, edges, *rest)]
     else:
         readings = []
         for window in windows:
@@ -224,14 +224,14 @@ def _readings(
             if positions is not None:
                 edges = [round(window * i / positions) for i in range(positions + 1)]
             readings.append(
-                WindowReading(window, stride, first, scaling.facts, scaling, edges, *rest)
+                WindowReading(window, stride, first, method.facts, method, edges, *rest)
             )
     last = settings.attend_last
     if last is not None:
         # With a stride of an eighth, every token has at least 7/8 of the window before it.
         step = min(max(1, last // 8), stride)
         scaled = {"scaling": ATTEND_LAST, "factor": None}
-        readings.append(WindowReading(last, step, first, scaled, RotaryScaling(), None, *rest))
+        readings.append(WindowReading(last, step, first, scaled, MethodSettings(), None, *rest))
     return readings
 
 
@@ -248,13 +248,13 @@ def _measure_cell(model: Model, reading: WindowReading) -> Measurement:
 
     def work(ranges: list[tuple[int, int]]) -> list[Tally]:
         module = model.loaded()
-        with reading.scaling.applied(module, reading.window):
+        with reading.method.applied(module, reading.window):
             return [_tallies(module, reading, windows[slice(*r)]) for r in ranges]
 
     def cells(tallies: list[Tally]) -> list[Cell]:
         cell = {
             **reading.scaled,
-            "rope_parameters": reading.scaling.parameters(model.module, reading.window),
+            "rope_parameters": reading.method.parameters(model.module, reading.window),
             "window": reading.window,
             "stride": reading.stride,
             "targets": settings.targets,

@@ -1,4 +1,4 @@
-"""A plan: the tasks and rotary scalings with which models are measured, and their results."""
+"""A plan: the tasks and methods with which models are measured, and their results."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import PositiveInt
 
 from coca_attention.errors import UserError, error_prefix
+from coca_lab.arguments import checked
 from coca_lab.engine import Engine
 from coca_lab.environment import describe_environment
 from coca_lab.evaluation import TASKS
@@ -15,8 +16,8 @@ from coca_lab.evaluation.endpoint import Endpoint
 from coca_lab.evaluation.task import (
     Cell,
     Measurement,
+    MethodSettings,
     Model,
-    RotaryScaling,
     Task,
     finish,
     free_weights,
@@ -26,22 +27,32 @@ from coca_lab.evaluation.task import (
 from coca_lab.files import keep_other_results, write_json
 from coca_lab.fingerprints import fingerprint
 from coca_lab.loading import usable_device
+from coca_lab.old_names import methods_of_scalings
 
 
 @dataclass
-class ScalingSettings(RotaryScaling):
-    """A rotary scaling that the models are evaluated with."""
+class ModelsMethod(MethodSettings):
+    """A method that models are evaluated with."""
 
     models: list[str] | None = None
     """Names of the models to apply it to; by default all."""
 
 
 @dataclass
+class ModelsMethods:
+    """Several."""
+
+    methods: list[ModelsMethod]
+
+
+@dataclass
 class Plan:
     """What is measured of models."""
 
-    scalings: list[ScalingSettings] = field(default_factory=lambda: [ScalingSettings()])
-    """Rotary scalings to evaluate with."""
+    methods: list[ModelsMethod] = field(default_factory=lambda: [ModelsMethod()])
+    """Methods to evaluate with; by default models are as they were saved."""
+    scalings: list[dict[str, Any]] | None = None
+    """Old name of methods, whose method was called kind."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of the weights in the evaluation."""
     device: str | None = None
@@ -55,32 +66,38 @@ class Plan:
     tasks: dict[str, Any] = field(default_factory=dict)
     """Settings of every evaluation task, by its name."""
 
+    def __post_init__(self) -> None:
+        if self.scalings is not None:
+            translated = methods_of_scalings(self.scalings)
+            self.methods = checked(ModelsMethods, {"methods": translated}).methods
+            self.scalings = None
+
     def check_plan(self, models: Collection[str]) -> None:
         """Raise UserError where settings contradict each other, or name other models."""
         if not self.tasks:
             raise UserError(f"a study needs a task: one or more of {', '.join(TASKS)}")
-        for scaling in self.scalings:
-            unknown = sorted(set(scaling.models or []) - set(models))
+        for method in self.methods:
+            unknown = sorted(set(method.models or []) - set(models))
             if unknown:
                 raise UserError(
-                    f"scaling {scaling.kind} names models that the study does not have: "
+                    f"method {method.method} names models that the study does not have: "
                     f"{', '.join(unknown)}"
                 )
-        unscaled = [name for name in models if not self.scalings_of(name)]
+        unscaled = [name for name in models if not self.methods_of(name)]
         if unscaled:
             raise UserError(
-                f"no scaling applies to {', '.join(unscaled)}: add {{kind: none}} to the scalings"
+                f"no method applies to {', '.join(unscaled)}: add {{method: none}} to the methods"
             )
 
-    def scalings_of(self, model: str) -> list[ScalingSettings]:
-        """The scalings that apply to a model."""
-        return [s for s in self.scalings if s.models is None or model in s.models]
+    def methods_of(self, model: str) -> list[ModelsMethod]:
+        """The methods that apply to a model."""
+        return [s for s in self.methods if s.models is None or model in s.models]
 
     def of(self, model: str) -> "Plan":
         """What is measured of one model, without its name."""
-        scalings = [replace(each, models=None) for each in self.scalings_of(model)]
+        methods = [replace(each, models=None) for each in self.methods_of(model)]
         own: dict[str, Any] = {name: getattr(self, name) for name in Plan.__dataclass_fields__}
-        own["scalings"] = scalings
+        own["methods"] = methods
         return Plan(**own)
 
 
@@ -102,18 +119,18 @@ def measurements_of(
         The measurements, and their fingerprints, which say what the cells depend on.
 
     Raises:
-        UserError: If a model cannot be loaded or scaled, or a task cannot be done with it.
+        UserError: If a model cannot be loaded or extended, or a task cannot be done with it.
     """
     tasks = tasks or [(TASKS[name], settings) for name, settings in plan.tasks.items()]
     measurements, measured = [], []
     for model in open_models(plan, models, {} if texts is None else texts):
-        for number, scaling in enumerate(plan.scalings_of(model.name)):
+        for number, method in enumerate(plan.methods_of(model.name)):
             for task, settings in tasks:
                 if task.scaled or number == 0:
                     with error_prefix(f"model {model.name}: {task.name}: "):
-                        if plan.endpoint and not (task.prompts and scaling.kind == "none"):
-                            raise UserError("an endpoint answers prompts, without a scaling")
-                        found = task.measurements(model, settings, scaling)
+                        if plan.endpoint and not (task.prompts and method.method == "none"):
+                            raise UserError("an endpoint answers prompts, without a method")
+                        found = task.measurements(model, settings, method)
                     measurements += found
                     keys = [item.keys for each in found for item in each.items]
                     measured.append(fingerprint([model.name, keys]))
@@ -121,7 +138,7 @@ def measurements_of(
 
 
 def open_models(plan: Plan, paths: Mapping[str, str], texts: Texts) -> list[Model]:
-    """The models, without weights, if they can be loaded and scaled; texts are shared."""
+    """The models, without weights, if they can be loaded and extended; texts are shared."""
     if plan.device not in (None, "auto"):
         usable_device(str(plan.device))
     models = []
@@ -134,8 +151,8 @@ def open_models(plan: Plan, paths: Mapping[str, str], texts: Texts) -> list[Mode
             tokenizer: Any = model.tokenizer
             rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else path
             rules = f"{rules} {tokenizer.bos_token_id} {tokenizer.eos_token_id}"
-            for scaling in plan.scalings_of(name) if not plan.endpoint else ():
-                scaling.parameters(model.module, 1)
+            for method in plan.methods_of(name) if not plan.endpoint else ():
+                method.parameters(model.module, 1)
             models.append(replace(model, texts=texts.setdefault(rules, {})))
     return models
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from coca_attention.errors import UserError
 from coca_lab.data.tasks import recall_text, recall_vocabulary
 from coca_lab.engine import Item
-from coca_lab.evaluation.task import Cell, Measurement, Model, RotaryScaling, Task
+from coca_lab.evaluation.task import Cell, Measurement, MethodSettings, Model, Task
 from coca_lab.intervals import wilson_interval
 
 
@@ -78,26 +78,26 @@ def read_texts(
 
 
 def measure_recall(
-    model: Model, settings: RecallSettings, scaling: RotaryScaling
+    model: Model, settings: RecallSettings, method: MethodSettings
 ) -> list[Measurement]:
     """Share of right answers: a cell for every length and number of pairs that fits into it."""
     every = product(settings.lengths, settings.pairs)
     return [
-        _measure_cell(model, settings, scaling, length, pairs)
+        _measure_cell(model, settings, method, length, pairs)
         for length, pairs in every
         if 4 * pairs <= length
     ]
 
 
 def _measure_cell(
-    model: Model, settings: RecallSettings, scaling: RotaryScaling, length: int, pairs: int
+    model: Model, settings: RecallSettings, method: MethodSettings, length: int, pairs: int
 ) -> Measurement:
     about = {"length": length, "pairs": pairs, "seed": settings.seed}
-    key = [about, settings.samples, scaling.facts]
+    key = [about, settings.samples, method.facts]
 
     def work(_: list[None]) -> list[Octaves]:
         module, vocabulary = model.loaded(), recall_vocabulary(model.tokenizer)
-        with scaling.applied(module, length):
+        with method.applied(module, length):
             return [read_texts(module, vocabulary, length, pairs, settings)]
 
     def cells(values: list[Octaves]) -> list[Cell]:
@@ -106,7 +106,7 @@ def _measure_cell(
         shares = {"accuracy": right / asked, "wilson95": wilson_interval(right, asked)}
         return [{**about, **figures, **shares}]
 
-    label = " ".join((model.name, *scaling.words, f"recall {length:,}"))
+    label = " ".join((model.name, *method.words, f"recall {length:,}"))
     return Measurement([Item([key], work, [None], length * settings.samples, label)], cells)
 
 

@@ -27,7 +27,7 @@ from coca_lab.data.ruler import (
 )
 from coca_lab.data.tasks import Prompt, ask_for_passkeys, is_hit
 from coca_lab.engine import Item
-from coca_lab.evaluation.task import Cell, Measurement, Model, RotaryScaling, Task
+from coca_lab.evaluation.task import Cell, Measurement, MethodSettings, Model, Task
 from coca_lab.generation import greedy_answers
 from coca_lab.intervals import wilson_interval
 
@@ -54,7 +54,7 @@ class PromptSettings:
 def measure_prompts(
     model: Model,
     settings: PromptSettings,
-    scaling: RotaryScaling,
+    method: MethodSettings,
     about: Cell,
     make: Callable[[Sequence[int]], list[Prompt]],
     score: Callable[[str, Prompt], Cell],
@@ -70,7 +70,7 @@ def measure_prompts(
             answers = model.endpoint.answers(model.tokenizer, prompts, most)
         else:
             module = model.loaded()
-            with scaling.applied(module, length + most):
+            with method.applied(module, length + most):
                 answers = greedy_answers(
                     module,
                     model.tokenizer,
@@ -83,17 +83,17 @@ def measure_prompts(
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
 
-    label = " ".join((model.name, *scaling.words, about.get("kind", ""), f"{about['length']:,}"))
+    label = " ".join((model.name, *method.words, about.get("kind", ""), f"{about['length']:,}"))
     size = model.endpoint.requests if model.endpoint else settings.batch_tokens // length
     items = []
     for indices in BatchSampler(range(settings.samples), max(1, size), drop_last=False):
         # A generated token takes about as long as four that are read.
         cost = len(indices) * (length + 4 * most)
-        keys = [[about, scaling.facts, index] for index in indices]
+        keys = [[about, method.facts, index] for index in indices]
         items.append(Item(keys, answer, indices, cost, label=label))
 
     def cells(records: list[Cell]) -> list[Cell]:
-        rope = model.module and scaling.parameters(model.module, length + most)
+        rope = model.module and method.parameters(model.module, length + most)
         return [{**about, "rope_parameters": rope, "samples": records, **statistics(records)}]
 
     return Measurement(items, cells)
@@ -110,7 +110,7 @@ class PasskeySettings(PromptSettings):
 
 
 def measure_passkeys(
-    model: Model, settings: PasskeySettings, scaling: RotaryScaling
+    model: Model, settings: PasskeySettings, method: MethodSettings
 ) -> list[Measurement]:
     """Share of keys found at every prompt length: a cell each, with the record of every sample."""
     same: Any = {"seed": settings.seed, "depths": settings.depths}
@@ -119,7 +119,7 @@ def measure_passkeys(
         measure_prompts(
             model,
             settings,
-            scaling,
+            method,
             {**about, "length": length},
             partial(ask_for_passkeys, model.tokenizer, length, **same),
             lambda answer, prompt: {"hit": is_hit(answer, prompt.facts["key"])},
@@ -163,7 +163,7 @@ class RulerSettings(SourceSettings, PromptSettings):
 
 
 def measure_ruler(
-    model: Model, settings: RulerSettings, scaling: RotaryScaling
+    model: Model, settings: RulerSettings, method: MethodSettings
 ) -> list[Measurement]:
     """Mean share of what is expected: a cell for every task and length."""
     words: list[str] = []
@@ -181,7 +181,7 @@ def measure_ruler(
             measure_prompts(
                 model,
                 settings,
-                scaling,
+                method,
                 about,
                 partial(ask_for_ruler, model.tokenizer, task, length, **same),
                 lambda answer, prompt: {"score": string_match(answer, prompt.facts["expected"])},

@@ -5,16 +5,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 from uuid import uuid4
 
 from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from coca_attention.models import set_rotary_scaling, training_length
-from coca_attention.models.configuration import attention_of, original_length
-from coca_attention.models.folding import fold_temperature, global_queries
-from coca_attention.models.scaling import rotary_restored
+from coca_attention.method_names import MethodName
+from coca_attention.models import METHODS, applied, training_length
+from coca_attention.models.configuration import attention_of
 from coca_lab.arguments import checked
 from coca_lab.data import SourceSettings, load_tokenizer
 from coca_lab.data.documents import text_fingerprint
@@ -26,8 +25,7 @@ from coca_lab.store import Store
 
 Cell = dict[str, Any]
 """A result, or a part of one: plain JSON values."""
-ScalingKind = Literal["none", "linear", "ntk", "dynamic", "yarn", "fold"]
-ScalingFactor = Annotated[float, Field(ge=1, allow_inf_nan=False)]
+Factor = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 
 
 @dataclass
@@ -141,40 +139,44 @@ def served_model(path: str, endpoint: Endpoint) -> Model:
 
 
 @dataclass
-class RotaryScaling:
-    """How a model is changed for longer texts while it is evaluated: mostly a rotary scaling."""
+class MethodSettings:
+    """By what method a model reads farther while it is evaluated."""
 
-    kind: ScalingKind = "none"
-    """none is the model as it was saved; ntk computes the base from each window or prompt; fold
-    scales the queries of layers with a global role for texts of factor x the training length."""
-    factor: ScalingFactor = 4.0
-    """Factor of the scaling."""
+    method: MethodName = "none"
+    """none is the model as it was saved; the others are those of coca extend. ntk_text computes the
+    base from each window or prompt, as dynamic does, but keeps it for the answer."""
+    factor: Factor | None = None
+    """T / L, how many times the length that it was made for it is to read; by default as coca
+    extend."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of the method by name, such as {near: 4096} of limited."""
+
+    @property
+    def name(self) -> str:
+        """The method, with its options."""
+        given = ", ".join(f"{name}={value}" for name, value in sorted(self.options.items()))
+        return f"{self.method} ({given})" if given else self.method
 
     @property
     def facts(self) -> Cell:
-        """What a cell says about it; there is no factor without scaling."""
-        factor = None if self.kind == "none" else float(self.factor)
-        return {"scaling": self.kind, "factor": factor}
+        """What a cell says about it; there is no factor without a method."""
+        factor = self.factor or METHODS[self.method].reach
+        return {"scaling": self.name, "factor": None if self.method == "none" else float(factor)}
 
     @property
     def words(self) -> list[str]:
-        """What a line of progress says about it: nothing without scaling."""
-        return [] if self.kind == "none" else [self.kind]
+        """What a line of progress says about it: nothing without a method."""
+        return [] if self.method == "none" else [self.name]
 
     @contextmanager
     def applied(self, module: PreTrainedModel, length: int) -> Iterator[dict[str, Any] | None]:
-        """Scale a model for texts of a length in tokens; yields the rotary parameters in effect."""
-        config = module.config.get_text_config()
-        folds = global_queries(module) if self.kind == "fold" else []
-        weights = [weight for query in folds for weight in query.parameters()]
-        with rotary_restored(module, weights):
-            if folds:
-                fold_temperature(module, round(self.factor * config.max_position_embeddings))
-            elif self.kind != "none":
-                # The base of ntk is computed from the length of each text, with what is generated.
-                target = max(length, original_length(config) or 0) if self.kind == "ntk" else None
-                set_rotary_scaling(module, self.kind, factor=self.factor, length=target)
-            yield getattr(config, "rope_parameters", None)
+        """Change a model for texts of a length in tokens; yields its rotary parameters."""
+        to = None
+        trained = training_length(module.config.get_text_config())
+        if self.factor is not None and trained is not None:
+            to = round(self.factor * trained)
+        with applied(module, self.method, to=to, text=length, **self.options):
+            yield getattr(module.config.get_text_config(), "rope_parameters", None)
 
     def parameters(self, module: PreTrainedModel, length: int) -> dict[str, Any] | None:
         """The rotary parameters for texts of a length; UserError if it cannot be applied."""
@@ -190,8 +192,8 @@ class Measurement(NamedTuple):
     """From the values of all keys to the cells, without weights."""
 
 
-Measure = Callable[[Model, Any, RotaryScaling], list[Measurement]]
-"""From a model, settings of a task and a scaling to what is to be measured."""
+Measure = Callable[[Model, Any, MethodSettings], list[Measurement]]
+"""From a model, settings of a task and a method to what is to be measured."""
 
 
 def finish(measurements: Sequence[Measurement], engine: Engine) -> list[Cell]:
@@ -224,10 +226,10 @@ class Task:
         summary: One line for ``--help``.
         settings: Documented dataclass whose fields are the options; all need defaults. Its
             ``__post_init__`` raises UserError for settings that contradict each other.
-        measure: From the model, the settings and the scaling to work that processes share; the
+        measure: From the model, the settings and the method to work that processes share; the
             model has no weights yet. Raises UserError for texts, prompts or sizes that do not fit
             the model. `at_once` makes it of a function that computes cells.
-        scaled: Whether the rotary scaling applies. If not, a task runs once per model.
+        scaled: Whether methods apply. If not, a task runs once per model.
         prompts: Whether it needs no more than answers to prompts, so that an endpoint can do it.
     """
 
@@ -239,31 +241,31 @@ class Task:
     prompts: bool = False
 
     def measurements(
-        self, model: Model, settings: object, scaling: RotaryScaling
+        self, model: Model, settings: object, method: MethodSettings
     ) -> list[Measurement]:
         """``measure``; keys and cells also say of which task and model they are."""
         about = [self.name, code_fingerprint(self.measure), model.identity]
-        facts = {"task": self.name, **model.facts, **(scaling.facts if self.scaled else {})}
+        facts = {"task": self.name, **model.facts, **(method.facts if self.scaled else {})}
 
         def named(each: Measurement) -> Measurement:
             items = [replace(x, keys=[[about, key] for key in x.keys]) for x in each.items]
             return Measurement(items, lambda values: [facts | x for x in each.cells(values)])
 
-        return [named(each) for each in self.measure(model, settings, scaling)]
+        return [named(each) for each in self.measure(model, settings, method)]
 
 
 def at_once(
-    evaluate: Callable[[Model, Any, RotaryScaling], list[Cell]],
+    evaluate: Callable[[Model, Any, MethodSettings], list[Cell]],
 ) -> Measure:
     """Decorator for ``measure`` of a task that computes all its cells in one piece."""
 
     @wraps(evaluate)  # whose code is a part of the keys
-    def measure(model: Model, settings: object, scaling: RotaryScaling) -> list[Measurement]:
+    def measure(model: Model, settings: object, method: MethodSettings) -> list[Measurement]:
         def work(_: list[None]) -> list[list[Cell]]:
-            return [evaluate(model.with_weights(), settings, scaling)]
+            return [evaluate(model.with_weights(), settings, method)]
 
-        key = {"scaling": [*scaling.facts.values()], "settings": settings_key(settings)}
-        label = " ".join((model.name, *scaling.words))
+        key = {"method": [*method.facts.values()], "settings": settings_key(settings)}
+        label = " ".join((model.name, *method.words))
         return [Measurement([Item([key], work, [None], label=label)], lambda values: values[0])]
 
     return measure
@@ -279,7 +281,7 @@ def evaluate(
     task: Task,
     model: Model,
     settings: object,
-    scaling: RotaryScaling | None = None,
+    method: MethodSettings | None = None,
     engine: Engine | None = None,
 ) -> list[Cell]:
     """The cells of one task for one model.
@@ -288,12 +290,12 @@ def evaluate(
         task: The task.
         model: The model.
         settings: Of the class ``task.settings``.
-        scaling: By default none.
+        method: By default none.
         engine: By default one in this process, which keeps no values.
 
     Raises:
         UserError: If a setting is out of range, or the task cannot be done with this model.
     """
     settings = checked(task.settings, vars(settings))
-    measurements = task.measurements(model, settings, scaling or RotaryScaling())
+    measurements = task.measurements(model, settings, method or MethodSettings())
     return finish(measurements, engine or Engine())

@@ -8,6 +8,7 @@ What was written is read again, and its logits are compared with those of the so
 
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from coca_attention.models.configuration import (
     rope_parameters,
     rotation,
 )
-from coca_attention.models.folding import fold_temperature
+from coca_attention.models.folding import fold_temperature, position_free_queries
 from coca_attention.testing import difference, logits, some_tokens
 from coca_lab.data import load_tokenizer
 from coca_lab.export.gguf_file import check_settings, check_tokenizer, write_gguf
@@ -118,7 +119,11 @@ def _check_supported(model: PreTrainedModel) -> None:
 
 def fold_context(model: PreTrainedModel, context: int) -> float:
     """Fold a temperature for N tokens, which become the model's length; returns the factor."""
-    factor = fold_temperature(model, context)
+    length: int = model.config.max_position_embeddings
+    if context < length:
+        raise UserError(f"context must be at least the training length, {length}; got {context}")
+    factor = math.log(context + 1) / math.log(length + 1)
+    fold_temperature(position_free_queries(model), factor)
     model.config.max_position_embeddings = context
     return factor
 

@@ -18,8 +18,21 @@ from coca_lab.report.cells import Figure, Perplexity, Prompts
 from coca_lab.report.charts import Frame, LineChart
 from coca_lab.report.section import Entry, Section, Table, enumeration, number, span, times
 
-SCALING_NAMES = {"linear": "PI", "ntk": "NTK", "dynamic": "dynamic NTK", "yarn": "YaRN"}
-STYLES = {"none": "", "ntk": "6 3", "dynamic": "6 3", "linear": "9 3 2 3", "yarn": "9 3 2 3"}
+SCALING_NAMES = {
+    "linear": "PI",
+    "ntk": "NTK",
+    "ntk_text": "NTK",
+    "dynamic": "dynamic NTK",
+    "yarn": "YaRN",
+}
+STYLES = {
+    "none": "",
+    "ntk": "6 3",
+    "ntk_text": "6 3",
+    "dynamic": "6 3",
+    "linear": "9 3 2 3",
+    "yarn": "9 3 2 3",
+}
 SHORT = "attend-last"
 """The scaling of cells without any text before the last tokens; they have one window alone."""
 SHARE = 0.85

@@ -91,7 +91,7 @@ class Trial:
                 name: [settings_key(each), code_fingerprint(TASKS[name].measure)]
                 for name, each in tasks
             },
-            "scalings": [asdict(scaling) for scaling in self.plan.scalings],
+            "methods": [asdict(method) for method in self.plan.methods],
             "dtype": self.plan.dtype,
             **({"endpoint": self.plan.endpoint} if self.plan.endpoint else {}),
         }

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from coca_attention.errors import UserError
-from coca_attention.models import AlibiGPTNeoXConfig
+from coca_attention.models import METHODS, AlibiGPTNeoXConfig
 from coca_attention.models.configuration import (
     attention_of,
     head_width,
@@ -54,6 +54,14 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
         check_vocabulary(model, tokenizer)
     if recipe.model.interpolation is not None:
         # Before the length is extended: some rules record it.
+        known = [
+            each.name for each in METHODS.values() if each.changes == "frequencies" and each.folder
+        ]
+        if recipe.model.scaling not in known:
+            raise UserError(
+                f"model.scaling must be a method that changes frequencies, one of "
+                f"{', '.join(known)}; got {recipe.model.scaling}"
+            )
         set_rotary_scaling(model, recipe.model.scaling, factor=recipe.model.interpolation)
     config: Any = model.config.get_text_config()
     known, length = getattr(config, "max_position_embeddings", None), recipe.data.block_length

@@ -19,7 +19,7 @@ def test_generate_continues_the_prompt_with_the_likeliest_tokens_or_draws(capsys
     assert code == 0, err
     assert likeliest.startswith("alpha1 beta2")
     assert run(capsys, *words[:3], "--max_new_tokens=5")[1] == likeliest
-    assert run(capsys, *words, "--scaling", "ntk")[0] == 0
+    assert run(capsys, *words, "--method", "ntk_text")[0] == 0
     first, again, other = (
         run(capsys, *words, "--temperature", "5", "--seed", s)[1] for s in (1, 1, 2)
     )

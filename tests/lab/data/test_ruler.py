@@ -26,7 +26,7 @@ from coca_lab.data.ruler import (
     string_match,
     word_lists,
 )
-from coca_lab.evaluation import Model, RotaryScaling, evaluate
+from coca_lab.evaluation import MethodSettings, Model, evaluate
 from coca_lab.evaluation.retrieval import RULER_TASK, RulerSettings
 from conftest import tiny_model
 from covering import mostly_slow
@@ -251,7 +251,7 @@ def test_a_prompt_does_not_depend_on_the_other_lengths(tokenizers, text_folder):
     model = Model(model, tokenizers["byte-level"])
     same = {"kinds": ["niah_multikey_1"], "samples": 1, "source": str(text_folder)}
     (alone,), both = (
-        [measured.items[0].keys for measured in RULER_TASK.measure(model, wanted, RotaryScaling())]
+        [measured.items[0].keys for measured in RULER_TASK.measure(model, wanted, MethodSettings())]
         for wanted in (RulerSettings([1500], **same), RulerSettings([3000, 1500], **same))
     )
     assert alone == both[1] != both[0]

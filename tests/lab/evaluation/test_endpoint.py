@@ -197,8 +197,8 @@ def test_what_is_no_prompt_is_not_asked(capsys, tokenizer, tmp_path):
     words = ["eval", "passkey", tmp_path, "--endpoint", "http://localhost/v1"]
     code, _, err = run(capsys, *words[:3], "--model", "m")
     assert code == 2 and "model is what a server calls it: set --endpoint" in err
-    code, _, err = run(capsys, *words, "--scaling", "ntk")
-    assert code == 2 and "an endpoint answers prompts, without a scaling" in err
+    code, _, err = run(capsys, *words, "--method", "yarn")
+    assert code == 2 and "an endpoint answers prompts, without a method" in err
 
 
 def assert_answers_alike(capsys, words, served, output):

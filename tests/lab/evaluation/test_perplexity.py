@@ -13,10 +13,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config
 from transformers.modeling_outputs import CausalLMOutput
 
+from coca_attention.errors import UserError
 from coca_attention.models import set_rotary_scaling
 from coca_lab.arguments import checked
 from coca_lab.engine import Engine
-from coca_lab.evaluation import Model, RotaryScaling
+from coca_lab.evaluation import MethodSettings, Model
 from coca_lab.evaluation.perplexity import (
     PerplexitySettings,
     TextSettings,
@@ -35,8 +36,8 @@ from commands import run
 from conftest import VOCABULARY, some_text, tiny_model
 
 
-def evaluate_perplexity(model, documents, settings, scaling="none", factor=4.0):
-    scaled, read = RotaryScaling(scaling, factor), {str(settings): documents}
+def evaluate_perplexity(model, documents, settings, method="none", factor=4.0):
+    scaled, read = MethodSettings(method, factor), {str(settings): documents}
     return finish(
         measure_perplexity(Model(model, None, "m", texts=read), settings, scaled), Engine()
     )
@@ -182,13 +183,13 @@ def test_infinite_nats_become_plain_json_and_nan_is_refused_by_document():
         evaluate_perplexity(model, [counting(1), counting(70, "e")], settings(windows=[16]))
 
 
-def test_a_scaling_reaches_the_model_is_reported_and_taken_back(monkeypatch):
+def test_a_method_reaches_the_model_is_reported_and_taken_back(monkeypatch):
     model, documents = tiny_model("slack"), random_documents(120, 120)
     plain = evaluate_perplexity(model, documents, settings())
-    scaled = evaluate_perplexity(model, documents, settings(), scaling="ntk")
+    scaled = evaluate_perplexity(model, documents, settings(), method="ntk_text")
     assert scaled[1]["nats"] == pytest.approx(plain[1]["nats"])  # 32 is the training length
     assert abs(scaled[2]["nats"] - plain[2]["nats"]) > 0.1
-    assert scaled[2]["scaling"] == "ntk" and scaled[2]["factor"] == 4.0
+    assert scaled[2]["scaling"] == "ntk_text" and scaled[2]["factor"] == 4.0
     again = evaluate_perplexity(model, documents, settings())
     assert [cell["nats"] for cell in again] == [cell["nats"] for cell in plain]
 
@@ -197,8 +198,8 @@ def test_a_scaling_reaches_the_model_is_reported_and_taken_back(monkeypatch):
     (plain,) = evaluate_perplexity(model, documents, settings(windows=[64]))
     assert plain["rope_parameters"] == own
     for kind in ("linear", "yarn"):
-        (cell,) = evaluate_perplexity(model, documents, settings(windows=[64]), kind, 2.0)
-        assert cell["rope_parameters"]["rope_type"] == kind
+        with pytest.raises(UserError, match="would replace the ntk scaling that the model was tr"):
+            evaluate_perplexity(model, documents, settings(windows=[64]), kind, 2.0)
         assert model.config.rope_parameters == own
 
     def stop(*_, **__):
@@ -345,14 +346,14 @@ def test_eval_perplexity_and_report(capsys, model_folder, text_folder, tmp_path)
     output = tmp_path / "deep" / "result.json"
     code, out, err = run(
         capsys, "eval", "perplexity", model_folder, "--source", text_folder, "--windows", "16,64",
-        "--scaling", "ntk", "--factor", "2", "--attend-last", "16", "--output", output,
+        "--method", "ntk_text", "--factor", "2", "--attend-last", "16", "--output", output,
         "--name", "tiny",
     )  # fmt: skip
     assert code == 0, err
     content = json.loads(output.read_text())
     cells = content["results"]
     assert [(c["scaling"], c["window"]) for c in cells] == [
-        ("ntk", 16), ("ntk", 64), ("attend-last", 16),
+        ("ntk_text", 16), ("ntk_text", 64), ("attend-last", 16),
     ]  # fmt: skip
     assert len({c["tokens"] for c in cells}) == 1
     assert content["environment"]["versions"]["torch"] == version("torch")

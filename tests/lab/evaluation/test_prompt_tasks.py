@@ -30,7 +30,7 @@ from coca_lab.data.tasks import (
     vocabulary_text,
 )
 from coca_lab.data.text import END_OF_TEXT
-from coca_lab.evaluation import Model, RotaryScaling, evaluate
+from coca_lab.evaluation import MethodSettings, Model, evaluate
 from coca_lab.evaluation.retrieval import PASSKEY_TASK, RULER_TASK, PasskeySettings
 from coca_lab.generation import greedy_answers
 from coca_lab.recipe import Recipe
@@ -130,7 +130,9 @@ def test_batches_caches_and_evaluations_before_change_nothing(tokenizer):
 
     def outputs(**changes):
         wanted = PasskeySettings([300], samples=6, max_new_tokens=6, **changes)
-        (cell,) = evaluate(PASSKEY_TASK, Model(model, tokenizer), wanted, RotaryScaling("ntk"))
+        (cell,) = evaluate(
+            PASSKEY_TASK, Model(model, tokenizer), wanted, MethodSettings("ntk_text")
+        )
         assert cell["rope_parameters"]["length"] == 306 and model.config.rope_parameters == before
         return [record["output"] for record in cell["samples"]]
 

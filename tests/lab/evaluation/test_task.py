@@ -6,7 +6,7 @@ import pytest
 
 from coca_lab.cli import EVALUATIONS
 from coca_lab.engine import Engine
-from coca_lab.evaluation import TASKS, Model, RotaryScaling, Task, register_task
+from coca_lab.evaluation import TASKS, MethodSettings, Model, Task, register_task
 from coca_lab.evaluation.task import at_once, finish
 from coca_lab.fingerprints import model_fingerprint
 from coca_lab.studies import load_study
@@ -24,7 +24,7 @@ def test_what_is_kept_is_shown_under_the_name_of_the_model(tokenizer):
 
     def cells(name):
         named = Model(model, tokenizer, name, "same")
-        return finish(task.measurements(named, NoSettings(), RotaryScaling()), engine)
+        return finish(task.measurements(named, NoSettings(), MethodSettings()), engine)
 
     assert [(c["model"], c["tokens"]) for c in cells("a") + cells("b")] == [("a", 1), ("b", 1)]
 
@@ -34,7 +34,7 @@ def test_a_model_in_memory_has_no_values_of_another(tokenizer, tmp_path):
     found = []
     for seed in (0, 1):
         model = Model(tiny_model("rope", seed=seed), tokenizer, "same name")
-        found += finish(task.measurements(model, NoSettings(), RotaryScaling()), engine)
+        found += finish(task.measurements(model, NoSettings(), MethodSettings()), engine)
     assert found[0]["weight"] != found[1]["weight"]
 
 

@@ -64,7 +64,7 @@ def test_what_is_finished_is_not_measured_again(small, finished, tmp_path, monke
     assert {tuple(c[name] for name in about) for c in cells if c["task"] == "passkey"} == {
         ("RoFormer", "rope", 32, "none"),
         ("CoCA-Slack", "slack", 32, "none"),
-        ("CoCA-Slack", "slack", 32, "ntk"),
+        ("CoCA-Slack", "slack", 32, "ntk_text"),
     }
 
     def refuse(*_, **__):

@@ -37,11 +37,11 @@ STUDY = {
         "none": {"model.attention": "strict", "training.learning_rate": 1e-9},
         "some": {"model.attention": "rope", "training.learning_rate": 3e-2},
     },
-    "scalings": [{"kind": "none"}, {"kind": "linear", "factor": 2, "models": ["some"]}],
+    "methods": [{"method": "none"}, {"method": "linear", "factor": 2, "models": ["some"]}],
     "perplexity": {"windows": [16, 32]},
     "passkey": {"lengths": [260], "samples": 2, "max_new_tokens": 4},
 }
-ONE = ["--models={some: {}}", "--scalings=[{kind: none}]"]
+ONE = ["--models={some: {}}", "--methods=[{method: none}]"]
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +177,7 @@ def test_models_start_from_others_and_are_converted(small, tmp_path, made):
         "first": new,
         "same": {"path": "first"},
     }
-    path = edited(small, tmp_path, models=models, options=options, scalings=None)
+    path = edited(small, tmp_path, models=models, options=options, methods=None)
     found = run(path, [], tmp_path / "out")
     assert made == ["first", "last"]
     nats = {c["model"]: c["nats"] for c in found["results"] if c.get("window") == 32}
@@ -332,19 +332,19 @@ def test_from_the_command_line_to_a_report(small, finished, tmp_path, capsys):
         ({"sizes": {"s": {"seeds": 2}}}, "size s: seeds must be different numbers"),
         ({"options": {"training.seed": 1}}, "training.seed: set seeds"),
         ({"num_cpus": 0}, "num_cpus must be at least 1"),
-        ({"models": {"a": {"model.atention": "rope"}}, "scalings": []}, "no scaling applies to a"),
+        ({"models": {"a": {"model.atention": "rope"}}, "methods": []}, "no method applies to a"),
         ({"models": {"some": {"model.atention": "rope"}}}, "model some: .*model.atention"),
         ({"models": {"some": {"path": "x", "model.attention": "rope"}}}, "leave out path or model"),
         ({"models": {"some": {"path": "x", "convert.forms": "rope"}}}, "convert.*forms"),
         ({"models": {"some": {"path": "x", "convert.form": "rop"}}}, "did you mean rope"),
         ({"models": {"some": {}, "some!": {}}}, "must differ in letters, .* some; some!"),
-        ({"scalings": [{"kind": "none", "models": ["other"]}]}, "does not have: other"),
+        ({"methods": [{"method": "none", "models": ["other"]}]}, "does not have: other"),
         ({"passkey": {"samples": 0}}, "passkey.samples: .* greater than 0"),
         ({"trials": []}, "trials: there is no such field"),
         ({"modles": {}}, "modles: there is no such field; did you mean models"),
-        ({"perplexity": None, "passkey": None, "scalings": None}, "needs a task"),
+        ({"perplexity": None, "passkey": None, "methods": None}, "needs a task"),
         ({"perplexity": {"windows": [8], "stride": 9}}, "stride"),
-        ({"scalings": [{"kind": "ntk", "models": ["some"]}]}, "no scaling applies to none"),
+        ({"methods": [{"method": "ntk", "models": ["some"]}]}, "no method applies to none"),
     ],
 )
 def test_unfit_studies_are_refused(small, fields, message, tmp_path):
@@ -394,7 +394,7 @@ def test_the_projects_studies_load_and_the_papers_models_differ_in_attention(tmp
 
 def test_nothing_is_made_of_a_model_that_diverged(small, tmp_path, made):
     bad = {"bad": {"model.attention": "rope", "training.learning_rate": 1e30}}
-    path = edited(small, tmp_path, models={"next": {"path": "bad"}, **bad}, scalings=None)
+    path = edited(small, tmp_path, models={"next": {"path": "bad"}, **bad}, methods=None)
     for _ in range(2):
         with pytest.raises(UserError, match="1 of 2 trials failed, first next: bad diverged"):
             run(path, [], tmp_path / "out")
@@ -408,7 +408,7 @@ def test_the_best_learning_rate_is_chosen_and_more_models_join_later(small, tmp_
     }
     options = yaml.safe_load(small.read_text())["options"]
     del options["training.learning_rate"]
-    fields = {"options": options, "scalings": None, "passkey": None}
+    fields = {"options": options, "methods": None, "passkey": None}
     fields["learning_rates"] = [1e-9, 3e-2, 1e30]
     fields["choose"] = {"task": "perplexity", "window": 32}
     found = run(edited(small, tmp_path, models=models, **fields), [], tmp_path / "out")

@@ -2,20 +2,21 @@
 
 import subprocess
 import sys
+from contextlib import suppress
 from itertools import cycle, product
+from typing import get_args
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig
 
-from coca_attention import extend_context
+from coca_attention import convert, extend_context
 from coca_attention.errors import UserError
+from coca_attention.method_names import MethodName
 from coca_attention.models import training_length
 from coca_attention.models.configuration import rope_parameters, rotation
-from coca_attention.models.extension import extended
-from coca_attention.models.folding import fold_temperature
+from coca_attention.models.methods import METHODS, applied
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
-from coca_lab.evaluation.task import RotaryScaling
 from covering import mostly_slow
 from families import FAMILIES, VARIED, reloaded, vanilla
 from natives import cohere
@@ -27,7 +28,7 @@ STOCK = ["yarn", "dynamic", "ntk"]
 STOCKED = [name for name in FAMILIES if name != "Phi-3"]
 READ = """
 import sys, torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 assert not any(name.startswith("coca") for name in sys.modules)
 ids = torch.load(sys.argv[2])
@@ -80,7 +81,7 @@ def test_limited_distances_change_nothing_up_to_their_limit_and_say_what_they_re
     model, ids = vanilla("Llama").double(), some_tokens(vanilla("Llama"), length=40)
     before = logits(model, ids)
     assert extend_context(model, near=40) is model
-    with pytest.raises(UserError, match="start from the model that it was made"):
+    with pytest.raises(UserError, match="start from the original"):
         extend_context(model)
     assert difference(logits(model, ids), before) < 1e-6
     assert model.config.max_position_embeddings == 256 and training_length(model.config) == 64
@@ -115,7 +116,7 @@ def test_a_model_is_extended_for_a_while(method):
     model = vanilla("Gemma 3")
     ids, before = some_tokens(model, length=100), model.config.to_dict()
     expected = logits(model, ids)
-    with extended(model, method, length=64, to=256):
+    with applied(model, method, length=64, to=256):
         within = logits(model, ids)
     assert difference(within, expected) > 1e-4
     assert torch.equal(logits(model, ids), expected) and model.config.to_dict() == before
@@ -126,17 +127,22 @@ def test_a_model_is_extended_for_a_while(method):
 @pytest.mark.parametrize(
     ("family", "changes", "settings", "message"),
     [
-        ("Llama", {}, {"method": "yarm"}, "method must be one of limited, .* did you mean yarn"),
+        (
+            "Llama",
+            {},
+            {"method": "yarm"},
+            "method must be one of none, limited, .* did you mean yarn",
+        ),
         (
             "Llama",
             {},
             {"method": "yarn", "near": 8},
-            "for method limited: leave it out with yarn",
+            "near is for method limited: leave it out",
         ),
         ("Llama", {}, {"to": 64}, "the tokens to read, must be a whole number from 65"),
         ("Llama", {"rope_parameters": YARN}, {"method": "ntk"}, "replace the yarn scaling"),
         ("Phi-3", {}, {"method": "yarn"}, "phi3 cannot be saved with yarn"),
-        ("Llama", {}, {"near": 65}, "at most the training length of 64"),
+        ("Llama", {}, {"near": 65}, "between 1 and 64, got 65"),
         ("Llama", {"rope_parameters": LONGER}, {"method": "leaky"}, "dynamic scaling: choose lim"),
     ],
 )
@@ -149,17 +155,98 @@ def test_what_cannot_be_extended_stays_as_it_is(family, changes, settings, messa
     assert difference(logits(model, ids), expected) < 1e-6
 
 
-def test_a_temperature_is_folded_by_an_evaluation_which_restores_every_bit():
-    """What it does to the scores is tested where models are exported."""
-    model, folded = cohere(), cohere()
-    fold_temperature(folded, 256)
-    ids = some_tokens(model, length=80)
-    before = logits(model, ids)
-    with RotaryScaling("fold", 4.0).applied(model, 80):
-        assert difference(logits(model, ids), logits(folded, ids)) < 1e-6
-        assert not torch.equal(logits(model, ids), before)
-    assert torch.equal(logits(model, ids), before)
-    with pytest.raises(UserError, match="beside local ones"):
-        fold_temperature(vanilla("Llama"), 256)
-    with pytest.raises(UserError, match="at least the training length, 64"):
-        fold_temperature(folded, 32)
+def test_every_name_has_a_row_and_every_row_a_name():
+    assert list(METHODS) == list(get_args(MethodName))
+    for row in METHODS.values():
+        assert row.name == "none" or ("20" in row.source and row.needs and row.engines)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["Llama", "Gemma 3", "GPT-NeoX"])
+def test_a_method_leaves_a_model_bit_by_bit_as_it_was(family, method):
+    """Weights and their objects, configuration, classes, rotary modules, and what it remembers."""
+    model = vanilla(family).bfloat16()
+    ids = some_tokens(model, length=100)
+    expected = logits(model, ids)
+    parts = [(module, type(module), list(vars(module))) for module in model.modules()]
+    weights = {name: (weight, weight.clone()) for name, weight in model.named_parameters()}
+    config, before = model.config, model.config.to_dict()
+    with suppress(UserError), applied(model, method, text=100):
+        within = logits(model, ids)
+        assert method == "none" or not torch.equal(within, expected)
+        assert all(weight.dtype == torch.bfloat16 for weight in model.parameters())
+    assert torch.equal(logits(model, ids), expected)
+    assert [(module, type(module), list(vars(module))) for module in model.modules()] == parts
+    assert model.config is config and config.to_dict() == before
+    for name, weight in model.named_parameters():
+        assert weight is weights[name][0] and torch.equal(weight, weights[name][1])
+
+
+@pytest.mark.parametrize("first", [name for name in METHODS if METHODS[name].compared])
+@pytest.mark.parametrize("second", ["limited", "yarn"])
+def test_an_extended_model_is_not_extended_again(first, second, tmp_path):
+    model = extend_context(cohere() if first == "temperature" else vanilla("Llama"), first)
+    for each in (model, reloaded(model, tmp_path)):
+        ids = some_tokens(each, length=90)
+        expected = logits(each, ids)
+        with pytest.raises(UserError, match=f"was extended by {first} already.*start from the or"):
+            extend_context(each, second)
+        assert torch.equal(logits(each, ids), expected)
+
+
+def test_a_folder_of_limits_that_does_not_say_so_is_not_extended_again():
+    model = convert(vanilla("Llama"), "rope", near=64)
+    with pytest.raises(UserError, match="extended by limits of distances already"):
+        extend_context(model, "dynamic")
+
+
+@pytest.mark.parametrize("method", ["limited", "yarn", "ntk", "dynamic", "leaky"])
+@pytest.mark.parametrize("length", [0, -1, 31.5, True, "32"])
+def test_lengths_are_whole_numbers(method, length):
+    model = vanilla("Llama")
+    with pytest.raises(UserError, match="length, the tokens that the model was made for, must be"):
+        extend_context(model, method, length=length)
+    with pytest.raises(UserError, match="to, the tokens to read, must be"):
+        extend_context(model, method, to=length)
+
+
+@pytest.mark.parametrize("method", ["limited", "yarn", "ntk", "dynamic", "leaky", "temperature"])
+@pytest.mark.parametrize("made", [GPT2Config, GPTJConfig])
+def test_models_without_rotary_parameters_are_refused(made, method):
+    model = AutoModelForCausalLM.from_config(
+        made(vocab_size=32, n_embd=16, n_head=2, n_layer=2, n_positions=64, rotary_dim=4)
+    )
+    with pytest.raises(UserError, match=r"of a supported family|rotary positions|has none"):
+        extend_context(model, method)
+
+
+def test_distances_up_to_the_training_length_need_frequencies_of_one_length():
+    """Up to twice the original length, W = L / 2 is within it, but L is not."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 2,
+            "long_factor": [2.0] * 2, "original_max_position_embeddings": 32}  # fmt: skip
+    model = vanilla("Phi-3", rope_parameters=rope, max_position_embeddings=64)
+    with pytest.raises(UserError, match="do not depend on the text, and the model has longrope"):
+        extend_context(model, "leaky")
+
+
+def test_options_are_those_of_the_method():
+    model = vanilla("Llama")
+    with pytest.raises(UserError, match="dynamic has no option beta_fast: beta_fast is for method"):
+        extend_context(model, "dynamic", beta_fast=2.0)
+    with pytest.raises(UserError, match="yarn has no option speed: it takes attention_factor"):
+        extend_context(model, "yarn", speed=2)
+    with pytest.raises(UserError, match="no model is saved with it"):
+        extend_context(model, "ntk_text")
+    extend_context(model, "yarn", beta_fast=16.0)
+    assert model.config.rope_parameters["beta_fast"] == 16.0
+
+
+def test_linear_llama3_and_longrope_are_those_of_transformers(tmp_path):
+    divisors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.0, 4.0, 8.0]}
+    for method, options in (("linear", {}), ("llama3", {}), ("longrope", divisors)):
+        model = extend_context(vanilla("Llama"), method, to=256, **options)
+        ids = some_tokens(model, length=200)
+        model.save_pretrained(tmp_path / method)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / method).eval()
+        assert difference(logits(again, ids), logits(model, ids)) < 1e-5
+        assert difference(logits(vanilla("Llama"), ids), logits(model, ids)) > 1e-3

@@ -1,0 +1,597 @@
+"""Methods by which a model reads longer texts than it was made for, without training: one table.
+
+Legend: L the length in tokens that a model was made for, T the longest text that it is to read.
+
+A method changes one of three things: what a distance counts (a map of distances), how fast rotary
+pairs turn (frequencies, with a magnitude), or weights. To add one, write its row, and its name into
+`coca_attention.method_names`.
+"""
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from coca_attention.errors import RENAMED, UserError, did_you_mean
+from coca_attention.method_names import MethodName
+from coca_attention.models.configuration import (
+    GLOBAL,
+    check_is_computed,
+    head_width,
+    layer_types,
+    rope_parameters,
+    training_length,
+    without_positions,
+)
+from coca_attention.models.conversion import convert, forget_gguf
+from coca_attention.models.folding import fold_temperature, position_free_queries
+from coca_attention.models.scaling import set_own_rotary, set_rotary_scaling
+from coca_attention.ops import NTK, DistanceMap
+from coca_attention.ops.checks import check_whole
+
+STOCK = ("Transformers", "vLLM", "SGLang", "llama.cpp")
+"""Engines that run the classes of Transformers."""
+PACKAGE = ("Transformers with this package",)
+EXTENSION = "context_extension"
+"""Our field of config.json: by what method a model was extended, from which L to which T."""
+
+
+class Asked(NamedTuple):
+    """What a method is to do."""
+
+    length: int
+    """L."""
+    to: int
+    """T."""
+    text: int | None
+    """Tokens of the text that is read, where one is; None: the model is for all texts up to T."""
+    width: int
+    """Elements of a head that are rotated."""
+    base: float
+    """Base of the rotary frequencies."""
+
+
+Parameters = Callable[..., dict[str, Any]]
+"""From what is asked, and the options of a method, to the entries of ``rope_parameters`` that it
+sets for layers that see the whole text."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A named change after which a model reads farther.
+
+    Attributes:
+        name: Its name in Python, on the command line and in files.
+        source: Who had it: author, year, address.
+        changes: ``distances``: what a distance counts; this package's attention computes it.
+            ``frequencies``: those of rotary pairs, and the magnitude of cos and sin. ``weights``:
+            of queries, and with them frequencies of other layers. ``nothing``.
+        within: What it promises for texts of up to L tokens: ``exact``, or ``changed``.
+        needs: What it needs of a model.
+        engines: What runs the result.
+        parameters: See `Parameters`; its keyword-only arguments are the options of the method.
+        reach: T / L by default.
+        shorter: Whether T may be L or less.
+        folder: Whether a model can be saved with it.
+        compared: Whether ``coca extend --check`` measures it if no method is named.
+    """
+
+    name: MethodName
+    source: str
+    changes: Literal["nothing", "distances", "frequencies", "weights"]
+    within: Literal["exact", "changed"]
+    needs: str
+    engines: tuple[str, ...]
+    parameters: Parameters
+    reach: float = 4.0
+    shorter: bool = False
+    folder: bool = True
+    compared: bool = False
+
+    @property
+    def options(self) -> list[str]:
+        """Names of its options."""
+        known = inspect.signature(self.parameters).parameters.values()
+        return [each.name for each in known if each.kind is inspect.Parameter.KEYWORD_ONLY]
+
+
+ROTARY = "rotary positions as in training, without a rule of its own"
+LIMITABLE = "a model of a supported family, with rotary positions"
+
+
+def _nothing(asked: Asked) -> dict[str, Any]:
+    return {}
+
+
+def _limited(asked: Asked, *, near: int | None = None) -> dict[str, Any]:
+    near = asked.length if near is None else near
+    check_whole("near, in tokens and at most L,", near, 1, asked.length, error=UserError)
+    return {
+        "temperature": asked.length,
+        "distance_map": asdict(DistanceMap.limited(near)),
+    }
+
+
+def _leaky(asked: Asked) -> dict[str, Any]:
+    near = max(1, asked.length // 2)
+    slope = (asked.length - near) / (asked.to - near)
+    return {"distance_map": asdict(DistanceMap.leaky(near, slope))}
+
+
+def _linear(asked: Asked) -> dict[str, Any]:
+    return {"rope_type": "linear", "factor": asked.to / asked.length}
+
+
+def _ntk(asked: Asked) -> dict[str, Any]:
+    base = NTK(factor=asked.to / asked.length).scaled_base(asked.width, asked.base)
+    return {"rope_type": "default", "rope_theta": base}
+
+
+def _ntk_text(asked: Asked) -> dict[str, Any]:
+    reached = max(asked.text or asked.to, asked.length)
+    return {"rope_type": "ntk", "factor": asked.to / asked.length, "length": reached}
+
+
+def _dynamic(asked: Asked) -> dict[str, Any]:
+    return {"rope_type": "dynamic", "factor": asked.to / asked.length}
+
+
+def _yarn(
+    asked: Asked,
+    *,
+    attention_factor: float | None = None,
+    beta_fast: float | None = None,
+    beta_slow: float | None = None,
+    truncate: bool | None = None,
+) -> dict[str, Any]:
+    return {
+        "rope_type": "yarn",
+        "factor": asked.to / asked.length,
+        "original_max_position_embeddings": asked.length,
+        "attention_factor": attention_factor,
+        "beta_fast": beta_fast,
+        "beta_slow": beta_slow,
+        "truncate": truncate,
+    }
+
+
+def _llama3(
+    asked: Asked, *, low_freq_factor: float = 1.0, high_freq_factor: float = 4.0
+) -> dict[str, Any]:
+    return {
+        "rope_type": "llama3",
+        "factor": asked.to / asked.length,
+        "original_max_position_embeddings": asked.length,
+        "low_freq_factor": low_freq_factor,
+        "high_freq_factor": high_freq_factor,
+    }
+
+
+def _longrope(
+    asked: Asked,
+    *,
+    short_factor: list[float] | None = None,
+    long_factor: list[float] | None = None,
+    attention_factor: float | None = None,
+) -> dict[str, Any]:
+    if not short_factor or not long_factor:
+        raise UserError(
+            "method longrope needs its divisors, which a search has found for the model: set "
+            "options short_factor and long_factor, one positive number for each rotary pair"
+        )
+    return {
+        "rope_type": "longrope",
+        "factor": asked.to / asked.length,
+        "original_max_position_embeddings": asked.length,
+        "short_factor": short_factor,
+        "long_factor": long_factor,
+        "attention_factor": attention_factor,
+    }
+
+
+ROWS = (
+    Method(
+        "none",
+        source="",
+        changes="nothing",
+        within="exact",
+        needs="nothing",
+        engines=STOCK,
+        parameters=_nothing,
+        shorter=True,
+        folder=False,
+    ),
+    Method(  # ReRoPE with log n scaling: keys beyond W score as if W back
+        "limited",
+        source="ReRoPE: Su, 2023, https://kexue.fm/archives/9708",
+        changes="distances",
+        within="exact",
+        needs=LIMITABLE,
+        engines=PACKAGE,
+        parameters=_limited,
+        compared=True,
+    ),
+    Method(  # slow pairs divided by T / L, fast ones kept
+        "yarn",
+        source="YaRN: Peng et al., 2023, arXiv 2309.00071",
+        changes="frequencies",
+        within="changed",
+        needs=ROTARY,
+        engines=STOCK,
+        parameters=_yarn,
+        compared=True,
+    ),
+    Method(  # ntk with the base of the text so far; vLLM reads its name as another function
+        "dynamic",
+        source="dynamic NTK: emozilla, 2023, reddit.com/r/LocalLLaMA",
+        changes="frequencies",
+        within="exact",
+        needs=ROTARY,
+        engines=STOCK[:1],
+        parameters=_dynamic,
+        compared=True,
+    ),
+    Method(  # a larger base
+        "ntk",
+        source="NTK-aware scaling: bloc97, 2023, reddit.com/r/LocalLLaMA",
+        changes="frequencies",
+        within="changed",
+        needs=ROTARY,
+        engines=STOCK,
+        parameters=_ntk,
+        compared=True,
+    ),
+    Method(  # beyond L / 2 distances grow so slowly that none reaches L
+        "leaky",
+        source="Leaky ReRoPE: Su, 2023, https://kexue.fm/archives/9708",
+        changes="distances",
+        within="changed",
+        needs=f"{LIMITABLE} whose frequencies do not depend on the text",
+        engines=PACKAGE,
+        parameters=_leaky,
+        compared=True,
+    ),
+    Method(  # ln(T + 1) / ln(L + 1) in the queries of layers without positions
+        "temperature",
+        source="log n scaling: Su, 2021, https://kexue.fm/archives/8823; SWAN, 2025, 2504.08719",
+        changes="weights",
+        within="changed",
+        needs="layers without positions that see the whole text; YaRN is for rotary ones that do",
+        engines=STOCK,
+        parameters=_yarn,
+        compared=True,
+    ),
+    Method(  # the base of dynamic NTK for each text and its answer, without a drift in between
+        "ntk_text",
+        source="dynamic NTK: emozilla, 2023, reddit.com/r/LocalLLaMA",
+        changes="frequencies",
+        within="exact",
+        needs=ROTARY,
+        engines=PACKAGE,
+        parameters=_ntk_text,
+        folder=False,
+    ),
+    Method(  # positions divided by T / L
+        "linear",
+        source="position interpolation: kaiokendev, and Chen et al., 2023, arXiv 2306.15595",
+        changes="frequencies",
+        within="changed",
+        needs=ROTARY,
+        engines=STOCK,
+        parameters=_linear,
+    ),
+    Method(  # the ramp of Llama 3.1
+        "llama3",
+        source="Llama 3.1: Grattafiori et al., 2024, arXiv 2407.21783",
+        changes="frequencies",
+        within="changed",
+        needs=ROTARY,
+        engines=STOCK,
+        parameters=_llama3,
+    ),
+    Method(  # a divisor for every pair, other ones beyond L
+        "longrope",
+        source="LongRoPE: Ding et al., 2024, arXiv 2402.13753",
+        changes="frequencies",
+        within="changed",
+        needs=f"{ROTARY}, and divisors that were found for it",
+        engines=STOCK,
+        parameters=_longrope,
+    ),
+)
+"""Not had: Self-Extend (Jin et al., 2024, arXiv 2401.01325), which rounds the distances of leaky,
+so that a query and a key are rotated by rounded positions and not by a map of their distance; dual
+chunk attention (An et al., 2024, arXiv 2402.17463), whose three queries meet one key."""
+METHODS: Mapping[str, Method] = MappingProxyType({row.name: row for row in ROWS})
+"""The methods by name."""
+
+
+def extend_context(
+    model: PreTrainedModel,
+    method: MethodName = "limited",
+    *,
+    to: int | None = None,
+    length: int | None = None,
+    **options: Any,
+) -> PreTrainedModel:
+    """Let a model read longer texts than it was made for, in place and without training.
+
+    Which method is best depends on the model: ``coca extend MODEL TARGET --check TEXT`` measures
+    them. A model whose frequencies or weights are changed stays of its Transformers class, and what
+    `save_pretrained` writes loads without this package.
+
+    Args:
+        model: A loaded model that was not extended before. Methods that change rotary positions
+            need a supported family, with rotary positions as in training.
+        method: A row of `METHODS`. ``limited``: keys farther back than ``near`` tokens (by
+            default L) are scored as if they were that far back, which changes nothing in texts of
+            up to as many tokens (ReRoPE with log n scaling). ``leaky``: beyond L / 2 distances grow
+            so slowly that none reaches L (Leaky ReRoPE, Su 2023; Self-Extend, arXiv 2401.01325,
+            rounds them), in short texts as well. ``yarn`` (arXiv 2309.00071), ``ntk`` (bloc97,
+            2023: a larger base), ``linear`` (arXiv 2306.15595) and ``llama3`` stretch slow
+            rotations by T / L, in short texts as well. ``dynamic`` (emozilla, 2023) is ntk with the
+            base of the current text. ``longrope`` (arXiv 2402.13753) takes divisors.
+            ``temperature``: ln(T + 1) / ln(L + 1), folded into the queries of layers without
+            positions (Cohere2, SmolLM3, …), with yarn where other layers see the whole text.
+        to: T, the longest text in tokens that the model is to read; by default 4 L.
+        length: L, the length in tokens that the model was made for; by default what its
+            configuration says.
+        **options: Those of the method, such as ``near`` of ``limited``.
+
+    Returns:
+        The same model. Its ``max_position_embeddings`` is T; with ``dynamic`` it stays L, from
+        which Transformers computes the base.
+
+    Raises:
+        UserError: If the method is unknown or not for this model, an option unknown, or a length
+            out of range. The model is then unchanged.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        >>> config = LlamaConfig(num_attention_heads=4, max_position_embeddings=128, **sizes)
+        >>> model = extend_context(LlamaForCausalLM(config), "yarn", to=512)
+        >>> model.config.rope_parameters["factor"], model.config.max_position_embeddings
+        (4.0, 512)
+    """
+    row = method_named(method)
+    if not row.folder:
+        raise UserError(f"method {method} is for one text at a time: no model is saved with it")
+    length, to = extended_lengths(model.config, to, length, row)
+    restore = _snapshot(model)
+    try:
+        forget_gguf(model)
+        _apply(model, row, length, to, None, options)
+        config = model.config.get_text_config()
+        setattr(config, EXTENSION, {"method": method, "length": length, "to": to})
+        _check_saveable(config, method)
+    except BaseException:
+        restore()
+        raise
+    return model
+
+
+@contextmanager
+def applied(
+    model: PreTrainedModel,
+    method: MethodName,
+    *,
+    to: int | None = None,
+    length: int | None = None,
+    text: int | None = None,
+    **options: Any,
+) -> Iterator[PreTrainedModel]:
+    """Within the ``with`` block, the model with a method; afterwards as it was, bit by bit.
+
+    Args:
+        model: As for `extend_context`, and so the other arguments.
+        method: A row of `METHODS`; ``none`` changes nothing, but what the model remembers of texts
+            that are read in the block ends with it.
+        to: T.
+        length: L.
+        text: Tokens of the text that is read, with its answer, for ``ntk_text``.
+        **options: Those of the method.
+
+    Raises:
+        UserError: As `extend_context`.
+    """
+    row = method_named(method)
+    restore = _snapshot(model)
+    try:
+        if row.changes == "nothing":
+            _check_options(row, options)
+        else:
+            length, to = extended_lengths(model.config, to, length, row)
+            _apply(model, row, length, to, text, options)
+        yield model
+    finally:
+        restore()
+
+
+def method_named(method: str) -> Method:
+    """The row of a name; UserError with what is near if there is none."""
+    if not isinstance(method, str) or method not in METHODS:
+        hint = did_you_mean(str(method), METHODS)
+        raise UserError(f"method must be one of {', '.join(METHODS)}, got {method!r}{hint}")
+    return METHODS[method]
+
+
+def extended_lengths(
+    config: PreTrainedConfig, to: int | None, length: int | None, method: Method | None = None
+) -> tuple[int, int]:
+    """L and T with their defaults; UserError if the configuration does not say L, or out of range.
+
+    The defaults are those of a method; without one T is 4 L.
+    """
+    check_is_computed(config)
+    if length is None:
+        length = training_length(config.get_text_config())
+        if length is None:
+            raise UserError(f"{config.model_type} does not say how long its training texts were")
+    check_whole("length, the tokens that the model was made for,", length, error=UserError)
+    shorter = method is not None and method.shorter
+    if to is None:
+        to = round((method.reach if method else 4.0) * length)
+    check_whole("to, the tokens to read,", to, 1 if shorter else length + 1, error=UserError)
+    return length, to
+
+
+def _snapshot(model: PreTrainedModel) -> Callable[[], None]:
+    """What puts a model back into the state that it has now.
+
+    Modules get back their classes, attributes, submodules, parameters and buffers, and
+    configurations their fields. Values of tensors are not copied: a method replaces tensors, and
+    does not write into them.
+    """
+    modules = [(module, type(module), _shallow(vars(module))) for module in model.modules()]
+    found = [vars(module).get("config") for module in model.modules()]
+    found += [model.config, model.config.get_text_config()]
+    configs = {id(each): each for each in found if isinstance(each, PreTrainedConfig)}
+    fields = [(config, copy.deepcopy(vars(config))) for config in configs.values()]
+
+    def restore() -> None:
+        for module, its_class, attributes in modules:
+            module.__class__ = its_class
+            vars(module).clear()
+            vars(module).update(attributes)
+        for config, values in fields:
+            vars(config).clear()
+            vars(config).update(values)
+
+    return restore
+
+
+def _shallow(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a module's attributes, and of the dictionaries that hold its tensors and parts."""
+    held = ("_parameters", "_buffers", "_modules")
+    return {name: copy.copy(x) if name in held else x for name, x in attributes.items()}
+
+
+def _check_saveable(config: PreTrainedConfig, method: str) -> None:
+    """Raise UserError if a configuration could not be loaded again."""
+    try:
+        type(config).from_dict(config.to_dict())
+    except Exception as error:  # whatever a family checks (Phi-3 takes only longrope)
+        raise UserError(f"{config.model_type} cannot be saved with {method}: {error}") from error
+
+
+def _apply(
+    model: PreTrainedModel,
+    method: Method,
+    length: int,
+    to: int,
+    text: int | None,
+    options: dict[str, Any],
+) -> None:
+    """Change a model by a method; UserError if that cannot be done."""
+    _check_options(method, options)
+    config: PreTrainedConfig = model.config.get_text_config()
+    _check_original(config)
+    rope = rope_parameters(config)
+    if method.changes != "weights" and not getattr(config, "rope_parameters", None):
+        raise UserError(
+            f"method {method.name} is for rotary positions, which this package finds none of in a "
+            f"model of type {config.model_type!r}"
+        )
+    asked = Asked(
+        length,
+        to,
+        text,
+        width=int(head_width(config) * rope.get("partial_rotary_factor", 1.0)),
+        base=float(rope.get("rope_theta") or 10000.0),
+    )
+    parameters = method.parameters(asked, **options)
+    parameters = {name: value for name, value in parameters.items() if value is not None}
+    if method.changes == "distances":
+        _map_distances(model, method, length, to, parameters)
+    elif method.changes == "frequencies":
+        _set_frequencies(model, method, length, to, parameters)
+    else:
+        _fold(model, method, length, to, parameters)
+
+
+def _check_options(method: Method, options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name not in method.options:
+            takes = f"it takes {', '.join(method.options)}" if method.options else "it takes none"
+            if name in RENAMED:
+                takes = f"it is called {RENAMED[name]} now"
+            holders = [each.name for each in METHODS.values() if name in each.options]
+            if holders:
+                takes = f"{name} is for method {' and '.join(holders)}: leave it out"
+            raise UserError(f"method {method.name} has no option {name}: {takes}")
+
+
+def _check_original(config: PreTrainedConfig) -> None:
+    """Raise UserError if a model was extended before."""
+    said = getattr(config, EXTENSION, None) or {}
+    if said or rope_parameters(config).get("distance_map") is not None:
+        by = said.get("method") or "limits of distances"
+        raise UserError(
+            f"the model was extended by {by} already, and a second method would act on top of the "
+            "first: start from the original, the model that it was made from"
+        )
+
+
+def _map_distances(
+    model: PreTrainedModel, method: Method, length: int, to: int, parameters: dict[str, Any]
+) -> None:
+    """Convert a rotary model to this package's attention, with a map of distances."""
+    rule = rope_parameters(model.config.get_text_config()).get("rope_type", "default")
+    if method.within == "changed" and rule in ("dynamic", "longrope"):
+        raise UserError(
+            f"method {method.name} needs frequencies that do not depend on the text, and the model "
+            f"has {rule} scaling: choose limited"
+        )
+    convert(model, "rope", length=length)
+    config: PreTrainedConfig = model.config.get_text_config()
+    rope = rope_parameters(config)
+    rope.pop("temperature", None)  # which conversion to limited distances has set
+    rope |= parameters
+    # These rules compute from it what they do.
+    if rule not in ("dynamic", "longrope"):
+        config.max_position_embeddings = to
+
+
+def _set_frequencies(
+    model: PreTrainedModel, method: Method, length: int, to: int, parameters: dict[str, Any]
+) -> None:
+    """Set a rotary rule that Transformers knows."""
+    config: PreTrainedConfig = model.config.get_text_config()
+    present = rope_parameters(config).get("rope_type", "default")
+    if present != "default":
+        raise UserError(
+            f"method {method.name} would replace the {present} scaling that the model was trained "
+            "with: choose limited"
+        )
+    kind = parameters["rope_type"]
+    given = {
+        name: value
+        for name, value in parameters.items()
+        if name not in ("rope_type", "rope_theta", "original_max_position_embeddings")
+    }
+    set_rotary_scaling(model, "none" if kind == "default" else kind, **given)
+    set_here = ("rope_theta", "original_max_position_embeddings")
+    rope = rope_parameters(config)
+    rope |= {name: parameters[name] for name in set_here if name in parameters}
+    # From which Transformers computes the base of `dynamic`.
+    config.max_position_embeddings = length if kind in ("dynamic", "ntk") else to
+
+
+def _fold(
+    model: PreTrainedModel, method: Method, length: int, to: int, parameters: dict[str, Any]
+) -> None:
+    """Fold a temperature into queries, and set a rule where rotary layers see the whole text."""
+    config: PreTrainedConfig = model.config.get_text_config()
+    queries = position_free_queries(model)
+    kinds = zip(layer_types(config), without_positions(config), strict=True)
+    if any(kind == GLOBAL and not free for kind, free in kinds):
+        set_own_rotary(model, parameters)
+    fold_temperature(queries, math.log(to + 1) / math.log(length + 1))
+    config.max_position_embeddings = to
