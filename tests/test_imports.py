@@ -30,7 +30,8 @@ LOOSE = {
 }  # fmt: skip
 LABORATORY = {
     "__init__": {"cli"},
-    **dict.fromkeys(("arguments", "environment", "files", "intervals", "lm_eval", "old_names"), frozenset()),
+    **dict.fromkeys(("arguments", "environment", "files", "intervals", "lm_eval"), frozenset()),
+    "old_names": set(),
     "store": {"files"},
     "engine": {"files", "store"},
     "fingerprints": {"engine", "files"},

@@ -207,7 +207,7 @@ def test_a_method_reaches_the_model_is_reported_and_taken_back(monkeypatch):
 
     monkeypatch.setattr("coca_lab.evaluation.perplexity.score_windows", stop)
     with pytest.raises(KeyboardInterrupt):
-        evaluate_perplexity(model, documents, settings(), "linear", 2.0)
+        evaluate_perplexity(model, documents, settings())
     assert model.config.rope_parameters == own
 
 
