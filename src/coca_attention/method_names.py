@@ -12,6 +12,8 @@ MethodName = Literal[
     "dynamic",
     "ntk",
     "leaky",
+    "shifted",
+    "string",
     "temperature",
     "ntk_text",
     "linear",

@@ -1,5 +1,6 @@
 """Reading longer texts without training: what a method changes, and what others load."""
 
+import math
 import subprocess
 import sys
 from contextlib import suppress
@@ -101,6 +102,53 @@ def test_leaking_distances_stay_below_the_training_length(family, tmp_path):
     changed = difference(logits(vanilla(family), ids), logits(model, ids))
     assert difference(logits(model, ids[:, :32]), logits(vanilla(family), ids[:, :32])) < 1e-6
     assert difference(decoded_logits(model, ids), logits(model, ids)) < 1e-5 < changed
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma 3", "GPT-NeoX"])
+@pytest.mark.parametrize(("to", "near"), [(None, 50), (112, 58), (48, 21)])
+def test_shifted_distances_are_those_of_training(family, to, near, tmp_path):
+    """One window, decoding and a folder; a dense oracle of the map is among the operators."""
+    model = extend_context(vanilla(family), "shifted", to=to)
+    found = rotation(model.config, "full_attention").distance_map
+    assert (found.near, found.slope, found.start) == (near, 1.0, 4 - near)
+    reached = 96 if to is None else to
+    assert reached - near + 4 <= 64 and model.config.max_position_embeddings == reached
+    ids = some_tokens(model, length=reached)
+    assert difference(logits(reloaded(model, tmp_path), ids), logits(model, ids)) < 1e-6
+    assert difference(decoded_logits(model, ids), logits(model, ids)) < 1e-5
+    short = ids[:, :near]
+    assert difference(logits(model, short), logits(vanilla(family), short)) < 1e-6
+    assert difference(logits(model, ids), logits(vanilla(family), ids)) > 1e-4
+
+
+def test_string_is_shifted_with_a_factor_on_cos_and_sin(tmp_path):
+    model = extend_context(vanilla("Llama").double(), "string", to=100, near=60, first=8)
+    scaled = extend_context(vanilla("Llama").double(), "shifted", to=100, near=60, first=8)
+    ids = some_tokens(model, length=100)
+    for layer in scaled.model.layers:
+        layer.self_attn.scaling *= (1 + 0.1 * math.log(2)) ** 2
+    assert difference(logits(model, ids), logits(scaled, ids)) < 1e-12
+    assert difference(logits(reloaded(model, tmp_path), ids), logits(model, ids)) < 1e-12
+
+
+@pytest.mark.parametrize("method", ["shifted", "string"])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"to": 125}, "at most 2 L - w = 124 tokens"),
+        (
+            {"to": 96, "near": 35},
+            "near, in tokens from T - L .* between 36 and 64",
+        ),
+        ({"to": 96, "near": 65}, "between 36 and 64, got 65"),
+        ({"first": 64}, "between 0 and 63, got 64"),
+    ],
+)
+def test_shifts_out_of_range_are_refused(method, settings, message):
+    model = vanilla("Llama")
+    with pytest.raises(UserError, match=message):
+        extend_context(model, method, **settings)
+    assert rotation(model.config).distance_map is None
 
 
 def test_rules_that_follow_the_number_of_positions_keep_it():

@@ -124,6 +124,35 @@ def _leaky(asked: Asked) -> dict[str, Any]:
     return {"distance_map": asdict(DistanceMap.leaky(near, slope))}
 
 
+def _shifted(asked: Asked, *, near: int | None = None, first: int | None = None) -> dict[str, Any]:
+    """Distances from S = ``near`` on count from w = ``first`` on, so that all stay below L."""
+    length, to = asked.length, asked.to
+    if first is None:
+        first = max(1, min(128, length // 16))
+    check_whole("first, in tokens and below L,", first, 0, length - 1, error=UserError)
+    # The largest distance, T - 1, becomes T - 1 - S + w.
+    smallest = max(to - length + first, first + 1)
+    if smallest > length:
+        raise UserError(
+            f"method shifted reads at most 2 L - w = {2 * length - first:,} tokens at distances "
+            f"that were trained, got {to:,}: choose leaky or limited for longer texts"
+        )
+    if near is None:
+        near = (to + first) // 2 if to > length else max(smallest, length // 3)
+    check_whole("near, in tokens from T - L + w to L,", near, smallest, length, error=UserError)
+    return {"distance_map": asdict(DistanceMap.shifted(near, first))}
+
+
+def _string(asked: Asked, *, near: int | None = None, first: int | None = None) -> dict[str, Any]:
+    # YaRN by 1 has the frequencies of training, and a factor on cos and sin.
+    return _shifted(asked, near=near, first=first) | {
+        "rope_type": "yarn",
+        "factor": 1.0,
+        "original_max_position_embeddings": asked.length,
+        "attention_factor": 1 + 0.1 * math.log(2),
+    }
+
+
 def _linear(asked: Asked) -> dict[str, Any]:
     return {"rope_type": "linear", "factor": asked.to / asked.length}
 
@@ -257,6 +286,29 @@ ROWS = (
         parameters=_leaky,
         compared=True,
     ),
+    Method(  # distances from S on count from w on
+        "shifted",
+        source="STRING: An et al., 2024, arXiv 2410.18745, without its factor",
+        changes="distances",
+        within="changed",
+        needs=f"{LIMITABLE} whose frequencies do not depend on the text",
+        engines=PACKAGE,
+        parameters=_shifted,
+        reach=1.5,
+        shorter=True,
+        compared=True,
+    ),
+    Method(  # the same with cos and sin times 1 + 0.1 ln 2
+        "string",
+        source="STRING: An et al., 2024, arXiv 2410.18745",
+        changes="distances",
+        within="changed",
+        needs=ROTARY,
+        engines=PACKAGE,
+        parameters=_string,
+        reach=1.5,
+        shorter=True,
+    ),
     Method(  # ln(T + 1) / ln(L + 1) in the queries of layers without positions
         "temperature",
         source="log n scaling: Su, 2021, https://kexue.fm/archives/8823; SWAN, 2025, 2504.08719",
@@ -337,6 +389,9 @@ def extend_context(
             2023: a larger base), ``linear`` (arXiv 2306.15595) and ``llama3`` stretch slow
             rotations by T / L, in short texts as well. ``dynamic`` (emozilla, 2023) is ntk with the
             base of the current text. ``longrope`` (arXiv 2402.13753) takes divisors.
+            ``shifted``: distances from ``near`` tokens on count from ``first`` on (STRING, arXiv
+            2410.18745, where ``near`` is L / 3 and ``first`` 128), at full resolution, for T up to
+            2 L - ``first``; ``string`` is the same with its factor on cos and sin.
             ``temperature``: ln(T + 1) / ln(L + 1), folded into the queries of layers without
             positions (Cohere2, SmolLM3, …), with yarn where other layers see the whole text.
         to: T, the longest text in tokens that the model is to read; by default 4 L.
