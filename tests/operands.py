@@ -4,12 +4,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from coca_attention.models.frequencies import StockRule
 from coca_attention.ops import activate, key_map, query_map
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def stock(kind: str, training_length: int | None, length: int | None = None, **rope) -> StockRule:
+    """A rule of Transformers, fixed to the text of a length if one is given."""
+    rule = StockRule.of(kind, rope, training_length)
+    return rule if length is None else rule.for_length(length)
 
 
 def maps(cos, sin, form, scale, *, free=0, **options):

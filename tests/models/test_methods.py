@@ -185,13 +185,14 @@ def test_a_model_is_extended_for_a_while(method):
             "Llama",
             {},
             {"method": "yarn", "near": 8},
-            "near is for method limited: leave it out",
+            "near is for method limited and shifted and string: leave it out",
         ),
         ("Llama", {}, {"to": 64}, "the tokens to read, must be a whole number from 65"),
         ("Llama", {"rope_parameters": YARN}, {"method": "ntk"}, "replace the yarn scaling"),
         ("Phi-3", {}, {"method": "yarn"}, "phi3 cannot be saved with yarn"),
         ("Llama", {}, {"near": 65}, "between 1 and 64, got 65"),
         ("Llama", {"rope_parameters": LONGER}, {"method": "leaky"}, "dynamic scaling: choose lim"),
+        ("Llama", {"rope_parameters": YARN}, {"method": "string"}, "replace the yarn scaling"),
     ],
 )
 def test_what_cannot_be_extended_stays_as_it_is(family, changes, settings, message):

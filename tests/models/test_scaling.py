@@ -42,6 +42,19 @@ def test_what_transformers_remembers_of_a_long_text_ends_with_its_scaling(kind):
     assert torch.equal(theirs(IDS).logits, alone)
 
 
+@pytest.mark.parametrize("kind", ["yarn", "llama3", "longrope"])
+@pytest.mark.parametrize("form", ["vanilla", "strict"])
+def test_frequencies_of_transformers_compile_in_one_graph(form, kind):
+    model = vanilla("Llama") if form == "vanilla" else collinear("Llama", form)
+    set_rotary_scaling(model, kind, factor=4.0, **rule_for(model, kind))
+    ids = some_tokens(model, length=70)
+    torch._dynamo.reset()
+    compiled = torch.compile(model.forward, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        found = compiled(input_ids=ids, use_cache=False).logits
+    assert difference(found, logits(model, ids)) < 1e-6
+
+
 def test_unsupported_models_are_refused_and_not_changed():
     alibi = tiny_model("alibi")
     with pytest.raises(ValueError, match="no rotary embedding to scale"):

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from coca_attention.ops import (
     Rotation,
-    YaRN,
     attend,
     attend_half,
     kernels,
@@ -16,7 +15,7 @@ from coca_attention.ops import (
     tile_length,
 )
 from coca_attention.ops.decoding import attend_half_at
-from operands import operands
+from operands import operands, stock
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -66,7 +65,7 @@ def test_agrees_with_whole_keys(
     query, t, value = case(*heads, keys=keys, value_width=value_width, free=free)
     start = torch.tensor([first, first - 7])[:rows].to(DEVICE)
     mask = seen_from(keys // 2, keys) if masked else None
-    rotation = Rotation(span, rule=YaRN(training_length=64, attention_factor=magnitude))
+    rotation = Rotation(span, rule=stock("yarn", 64, attention_factor=magnitude))
     expected = whole_keys(query, t, value, start, rotation, 0.3, mask)
     frames = frames_for(query, t, start, rotation, tile)
     ours = attend_half(query, t, value, frames, attention_mask=mask, scale=0.3)

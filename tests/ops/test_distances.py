@@ -7,7 +7,6 @@ import oracle
 from coca_attention.ops import (
     DistanceMap,
     Rotation,
-    YaRN,
     attention,
     coca_attention,
     distances,
@@ -17,9 +16,9 @@ from coca_attention.ops import (
 from coca_attention.ops.distances import attend_by_distance, far_query_map
 from coca_attention.ops.naive import naive_coca_attention
 from coca_attention.ops.parts import document_parts
-from coca_attention.ops.rules import UNSCALED, DynamicNTK
+from coca_attention.ops.rules import UNSCALED
 from covering import covering
-from operands import assert_same_with_gradients, normal, operands
+from operands import assert_same_with_gradients, normal, operands, stock
 
 WIDTH, NEAR = 16, 7
 LIMITED = DistanceMap.limited(NEAR)
@@ -61,7 +60,7 @@ def inputs(free: int, queries: int = 23) -> list[torch.Tensor]:
         [False, True],
         [29, 23, 1],
         [1, 7, 28],
-        [UNSCALED, YaRN(factor=4.0, training_length=16)],  # whose magnitude is not 1
+        [UNSCALED, stock("yarn", 16, factor=4.0)],  # whose magnitude is not 1
         ["limited", "leaky", "shifted", "by pair"],
     ),
 )
@@ -240,7 +239,7 @@ def test_errors():
         ),
         (
             lambda: Rotation(
-                WIDTH, distance_map=DistanceMap.shifted(7, 1), rule=DynamicNTK(2.0, 16)
+                WIDTH, distance_map=DistanceMap.shifted(7, 1), rule=stock("dynamic", 16, factor=2.0)
             ),
             "slope is not 0 needs frequencies of one length; got dynamic scaling",
         ),
@@ -254,7 +253,7 @@ def test_errors():
 def test_the_formulas_as_they_are_written_cover_every_rotation(form, kind):
     """Magnitude, partial rotary, temperature, decay and maps; they refuse what is none."""
     q, t, v = operands(queries=29, width=24)
-    rule = YaRN(factor=4.0, training_length=16)
+    rule = stock("yarn", 16, factor=4.0)
     options = {"rule": rule, "temperature": 5, "turning": 7}
     options |= {"decay": 0.7} if kind is None else {"distance_map": map_of(kind, NEAR)}
     rotation = Rotation(WIDTH, **options)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import oracle
-from coca_attention.ops import RULES, DistanceMap, Rotation, coca_linear_attention
-from operands import assert_same_with_gradients, normal, operands
+from coca_attention.ops import DistanceMap, Rotation, coca_linear_attention
+from operands import assert_same_with_gradients, normal, operands, stock
 
 
 def make(kv_heads=2, length=150, dtype=torch.float64):
@@ -107,7 +107,7 @@ def test_half_precision_is_as_exact_as_its_inputs(dtype):
     [
         ({"form": "slack"}, "shift-invariant"),
         ({"rotation": Rotation(16, distance_map=DistanceMap.limited(8))}, "a distance map"),
-        ({"rotation": Rotation(16, rule=RULES["dynamic"](2.0, 8))}, "follows"),
+        ({"rotation": Rotation(16, rule=stock("dynamic", 8, factor=2.0))}, "follows"),
         ({"key_coefficients": normal(2, 2, 10, 16)}, "key_coefficients must be"),
         ({"value": normal(2, 2, 9, 7)}, "key length must match"),
         ({"value": normal(2, 2, 10, 7).float()}, "share one floating dtype"),

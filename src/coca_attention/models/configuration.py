@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from coca_attention.errors import UserError
+from coca_attention.models.frequencies import PARAMETERS, StockRule
 from coca_attention.ops import RULES, DistanceMap, Rotation, Rule, get_form
 from coca_attention.ops.checks import check_heads, check_whole, check_width
 from coca_attention.ops.forms import check_shift_invariant
@@ -223,12 +224,6 @@ def rotation(config: PreTrainedConfig, layer_type: str | None = None) -> Rotatio
         kept = ("rope_theta", "partial_rotary_factor")
         rope = rope.get(LOCAL_RULE) or {name: rope[name] for name in kept if name in rope}
     rope_type = rope.get("rope_type", "default")
-    rules = {rope_type_of(kind): rule for kind, rule in RULES.items()}
-    if rope_type not in rules:
-        raise ValueError(
-            f"rope_type {rope_type!r} is not supported by CoCA models; choose one of "
-            f"{', '.join(rules)}"
-        )
     unknown = sorted(name for name in ("mscale", "mscale_all_dim") if rope.get(name) is not None)
     if unknown and rope_type != "default":
         raise ValueError(
@@ -237,7 +232,7 @@ def rotation(config: PreTrainedConfig, layer_type: str | None = None) -> Rotatio
         )
     longest = getattr(config, "max_position_embeddings", None)
     trained = rope.get("original_max_position_embeddings") or longest  # as Transformers reads it
-    made, settles = rules[rope_type].from_parameters(rope, trained, longest), None
+    made, settles = _rule(rope_type, rope, trained, longest), None
     options = {
         name: rope[key] for key, name in ROTATION_FIELDS.items() if rope.get(key) is not None
     }
@@ -257,6 +252,19 @@ def rotation(config: PreTrainedConfig, layer_type: str | None = None) -> Rotatio
         settles=settles,
         **options,
     )
+
+
+def _rule(rope_type: str, rope: dict[str, Any], trained: int | None, longest: int | None) -> Rule:
+    """The scaling rule of rotary parameters, of Transformers or registered."""
+    if rope_type in PARAMETERS:
+        return StockRule.of(rope_type, rope, trained, longest)
+    rules = {rope_type_of(kind): rule for kind, rule in RULES.items()}
+    if rope_type not in rules:
+        raise ValueError(
+            f"rope_type {rope_type!r} is not supported by CoCA models; choose one of "
+            f"{', '.join((*rules, *PARAMETERS))}"
+        )
+    return rules[rope_type].from_parameters(rope, trained)
 
 
 def _distance_map(given: Any) -> DistanceMap:

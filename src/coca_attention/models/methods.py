@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -604,6 +604,8 @@ def _map_distances(
             f"method {method.name} needs frequencies that do not depend on the text, and the model "
             f"has {rule} scaling: choose limited"
         )
+    if rule != "default" and "rope_type" in parameters:
+        _refuse_to_replace(method, rule)
     convert(model, "rope", length=length)
     config: PreTrainedConfig = model.config.get_text_config()
     rope = rope_parameters(config)
@@ -614,6 +616,13 @@ def _map_distances(
         config.max_position_embeddings = to
 
 
+def _refuse_to_replace(method: Method, rule: str) -> NoReturn:
+    raise UserError(
+        f"method {method.name} would replace the {rule} scaling that the model was trained with: "
+        "choose limited"
+    )
+
+
 def _set_frequencies(
     model: PreTrainedModel, method: Method, length: int, to: int, parameters: dict[str, Any]
 ) -> None:
@@ -621,10 +630,7 @@ def _set_frequencies(
     config: PreTrainedConfig = model.config.get_text_config()
     present = rope_parameters(config).get("rope_type", "default")
     if present != "default":
-        raise UserError(
-            f"method {method.name} would replace the {present} scaling that the model was trained "
-            "with: choose limited"
-        )
+        _refuse_to_replace(method, present)
     kind = parameters["rope_type"]
     given = {
         name: value

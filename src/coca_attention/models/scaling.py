@@ -17,8 +17,9 @@ from coca_attention.models.configuration import (
     rope_type_of,
 )
 from coca_attention.models.families import FAMILIES, supported_families
+from coca_attention.models.frequencies import DEFAULTS, PARAMETERS
 from coca_attention.models.rotary import CoCARotary, VanillaRotary
-from coca_attention.ops import NTK, RULES, DynamicNTK, LongRoPE
+from coca_attention.ops import NTK, RULES
 from coca_attention.ops.checks import check_whole
 
 KEPT = (
@@ -57,9 +58,9 @@ def set_rotary_scaling(
             kind; for ``longrope``, derived from the configuration; otherwise 1.
         length: Target length in tokens, for ``ntk`` (without it the base is multiplied by
             ``factor ** (D / (D - 2))``) and ``longrope`` (without it the long factors apply).
-        **parameters: Other parameters of the rule (the fields of its class in
-            `coca_attention.ops`), for example ``low_freq_factor`` for ``llama3``. Default: those of
-            the current rule if it is of the same kind.
+        **parameters: Other parameters of the rule (what Transformers reads, or the fields of a
+            registered class), for example ``low_freq_factor`` for ``llama3``. Default: those of the
+            current rule if it is of the same kind.
 
     Raises:
         UserError: If the model has no rotary embedding or that of another family, or a value is out
@@ -80,7 +81,7 @@ def set_rotary_scaling(
         probe.rope_parameters = rule
         # Compute the tables once, which checks the parameters, before changing the model.
         CoCARotary(probe)(torch.zeros(1), torch.zeros(1, 1, dtype=torch.long))
-    except (ValueError, TypeError, OverflowError) as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         raise UserError(str(error)) from error
     replacements = {
         name: VanillaRotary(config, _has_interleaved_tables(module, model))
@@ -96,24 +97,30 @@ def _changed_parameters(
     config: PreTrainedConfig, kind: str, given: dict[str, object]
 ) -> dict[str, Any]:
     """The rotary parameters of a configuration with another rule; None counts as not given."""
-    if not isinstance(kind, str) or kind not in RULES:
-        raise UserError(f"unknown rotary scaling {kind!r}; choose one of {', '.join(RULES)}")
-    rule, rope, trained = RULES[kind], rope_parameters(config), original_length(config)
+    if not isinstance(kind, str) or kind not in {*RULES, *PARAMETERS}:
+        known = ", ".join((*RULES, *PARAMETERS))
+        raise UserError(f"unknown rotary scaling {kind!r}; choose one of {known}")
+    rope = rope_parameters(config)
+    trained = original_length(config)
     if rope is not config.rope_parameters and GLOBAL not in config.layer_types:
         raise UserError(
             "this model has no layer with full attention, and sliding windows are not scaled"
         )
-    fields = {name for other in RULES.values() for name in other.field_names()}
-    known = {*KEPT, *fields, "rope_type", "type"}
+    known = {*KEPT, "rope_type", "type"}
+    known |= {name for other in RULES.values() for name in other.field_names()}
+    known |= {name for names in PARAMETERS.values() for name in names}
     unsupported = sorted(name for name in rope if name not in known and rope[name] is not None)
     if unsupported:
         raise UserError(
             f"scaling of this model's rotary embedding is not supported, because its parameters "
             f"include {', '.join(unsupported)}"
         )
-    taken = set(rule.field_names()) - {"training_length"}
-    if issubclass(rule, DynamicNTK):
-        taken.discard("length")  # that of `dynamic` is the current text's
+    if kind in PARAMETERS:
+        taken = set(PARAMETERS[kind])
+        defaults = DEFAULTS[kind]
+    else:
+        taken = set(RULES[kind].field_names()) - {"training_length"}
+        defaults = {name: getattr(RULES[kind], name, None) for name in taken}
     given = {name: value for name, value in given.items() if value is not None}
     unknown = sorted(set(given) - taken - {"factor"})  # which every rule may be called with
     if unknown:
@@ -121,13 +128,13 @@ def _changed_parameters(
         raise UserError(f"rotary scaling {kind!r} does not take {', '.join(unknown)}{takes}")
     length = given.get("length")
     if length is not None:
-        lowest = trained if rule is NTK and trained else 1
+        lowest = trained if kind == NTK.kind and trained else 1
         check_whole(
             "the target length, in tokens and no less than L,", length, lowest, error=UserError
         )
     rope_type = rope_type_of(kind)
     changed = {name: rope[name] for name in KEPT if name in rope} | {"rope_type": rope_type}
-    if "training_length" in rule.field_names() and not issubclass(rule, NTK) and trained:
+    if kind in PARAMETERS and kind != "dynamic" and trained:
         # Transformers requires it to save the configuration.
         changed.setdefault("original_max_position_embeddings", trained)
     current = rope if rope.get("rope_type", "default") == rope_type else {}
@@ -135,9 +142,9 @@ def _changed_parameters(
         value = given.get(name)
         if value is None and name != "length":  # a target is for one call
             value = current.get(name)
-        if value is None and (name, rule) != ("factor", LongRoPE):  # which derives it
-            # With defaults, because Transformers requires some parameters to save a configuration.
-            value = getattr(rule, name, None)
+        if value is None:
+            # Transformers requires some parameters to save a configuration.
+            value = defaults.get(name)
         if value is not None:
             changed[name] = list(value) if isinstance(value, tuple) else value
     if "factor" in changed:

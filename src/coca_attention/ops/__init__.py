@@ -23,12 +23,8 @@ from coca_attention.ops.positions import DistanceMap, Rotation, apply_rotary
 from coca_attention.ops.rules import (
     NTK,
     RULES,
-    DynamicNTK,
     Linear,
-    Llama3,
-    LongRoPE,
     Rule,
-    YaRN,
     register_rule,
 )
 
@@ -37,15 +33,11 @@ __all__ = [
     "NTK",
     "RULES",
     "DistanceMap",
-    "DynamicNTK",
     "Linear",
     "LinearState",
-    "Llama3",
-    "LongRoPE",
     "Rotation",
     "Rule",
     "ScoreForm",
-    "YaRN",
     "activate",
     "apply_rotary",
     "attend",

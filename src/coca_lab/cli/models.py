@@ -94,7 +94,7 @@ class ExtendSettings:
     options: dict[str, Any] = field(default_factory=dict)
     """Other options of the method by name (docs/conversion.md lists them)."""
     near: PositiveInt | None = None
-    """W, for limited; by default L, or with --check the best of L, L/2 and L/4."""
+    """W, for limited; by default L, or with --check the best of L, L/2 and L/4. S, for shifted."""
     length: PositiveInt | None = None
     """L, the length that the model was made for; by default what its configuration says."""
     dtype: Dtype = "auto"
@@ -107,8 +107,8 @@ def extend_command(words: list[str]) -> None:
         "coca extend", extend_command, words, [ExtendSettings, CheckSettings], ["model", "target"]
     )
     new_folder(path, target)
-    if wanted.near and wanted.method not in ("auto", "limited"):
-        raise UserError("--near is for --method limited")
+    if wanted.near and wanted.method != "auto" and "near" not in METHODS[wanted.method].options:
+        raise UserError(f"method {wanted.method} has no --near")
     if wanted.options and wanted.method == "auto":
         raise UserError("--options are those of one method: name it by --method")
     if not check.check and check != CheckSettings():
@@ -116,16 +116,14 @@ def extend_command(words: list[str]) -> None:
             "what is measured, and on what, is said beside --check TEXT, which is missing"
         )
     config = model_without_weights(path).config
-    length, to = extended_lengths(config, wanted.to, wanted.length)
+    length, to = extended_lengths(config, wanted.to, wanted.length, METHODS.get(wanted.method))
     _print_training_length(config, wanted.length)
     method = "limited" if wanted.method == "auto" else wanted.method
-    chosen, report = Candidate(method, wanted.near), ""
+    given = tuple(sorted(wanted.options.items()))
+    chosen, report = Candidate(method, wanted.near, length, to, given), ""
     if check.check:
         measured = _compare(path, wanted, check, length, to)
         chosen, report = measured.chosen.candidate, measured.markdown()
-    options = dict(wanted.options)
-    if chosen.near is not None:
-        options["near"] = chosen.near
     model = extend_folder(
         path,
         target,
@@ -134,7 +132,7 @@ def extend_command(words: list[str]) -> None:
         length=length,
         dtype=wanted.dtype,
         report=report,
-        **options,
+        **chosen.settings,
     )
     print(
         f"{target}: {model.config.model_type}, {chosen.label}, for texts of {to:,} tokens; runs in "

@@ -75,7 +75,7 @@ class Candidate:
 
     Attributes:
         method: ``base``, or how it is extended.
-        near: W, with method limited.
+        near: W, with method limited; S, with shifted.
         length: L, in tokens.
         to: The longest text that is to be read, in tokens.
         options: Other options of the method, by name and value.
@@ -91,6 +91,11 @@ class Candidate:
     def label(self) -> str:
         """The method, and its limit."""
         return self.method + (f", W = {self.near:,}" if self.near else "")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The options of the method, its limit among them."""
+        return dict(self.options) | ({"near": self.near} if self.near is not None else {})
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -114,10 +119,7 @@ class Candidate:
         if self.method == "base":
             yield module
             return
-        options = dict(self.options)
-        if self.near is not None:
-            options["near"] = self.near
-        with applied(module, self.method, length=self.length, to=self.to, **options):
+        with applied(module, self.method, length=self.length, to=self.to, **self.settings):
             yield module
 
 
@@ -338,7 +340,11 @@ def check_extensions(
     limits = [near] if near else [max(1, round(s * length)) for s in SHARES]
     base = Candidate("base", None, length, to)
     given = tuple(sorted((options or {}).items()))
-    candidates = [base, *(Candidate(m, None, length, to, given) for m in methods if m != "limited")]
+    candidates = [base]
+    for method in methods:
+        if method != "limited":
+            own = near if "near" in METHODS[method].options else None
+            candidates.append(Candidate(method, own, length, to, given))
     if "limited" in methods:
         candidates += [Candidate("limited", limit, length, to) for limit in limits]
     source = TextSettings(

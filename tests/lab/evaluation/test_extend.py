@@ -358,7 +358,7 @@ def test_the_default_method_takes_a_limit_of_distances(source, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--near", 8, "--method", "yarn"], "--near is for --method limited"),
+        (["--near", 8, "--method", "yarn"], "method yarn has no --near"),
         (["--to", 100], "must be a whole number from 161"),
         (["--method", "rope"], "method: Input should be 'auto', 'none'"),
         (["--check", "nosuch.txt"], "nosuch.txt"),
@@ -381,7 +381,7 @@ def test_a_method_that_is_not_for_a_model_is_left_out(tmp_path, source, capsys):
     words = extend(source, tmp_path / "target", "--check-documents", 1)
     words[1] = str(tmp_path / "model")
     code, said, err = run(capsys, *words)
-    assert code == 0 and err.count("is left out: method") == 3
+    assert code == 0 and err.count("is left out: method") == 4
     assert "would replace the linear scaling" in err and "limited, W = " in said
 
 
