@@ -5,6 +5,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from itertools import cycle, product
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -208,6 +209,19 @@ def test_every_name_has_a_row_and_every_row_a_name():
     assert list(METHODS) == list(get_args(MethodName))
     for row in METHODS.values():
         assert row.name == "none" or ("20" in row.source and row.needs and row.engines)
+
+
+def test_the_page_has_every_method_with_its_options_and_engines():
+    page = (Path(__file__).parents[2] / "docs" / "conversion.md").read_text(encoding="utf-8")
+    lines = [line for line in page.split("## Methods")[1].splitlines() if line.startswith("| `")]
+    cells = {line.split("`")[1]: line.strip("| ").split(" | ") for line in lines}
+    assert list(cells) == [name for name in METHODS if name != "none"]
+    for name, (_, _, options, within, engines) in cells.items():
+        row = METHODS[name]
+        assert engines == ", ".join(row.engines)
+        assert within.startswith("as before" if row.within == "exact" else "change")
+        if not options.startswith(("as ", "those of ")):
+            assert [option for option in row.options if f"`{option}`" in options] == row.options
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -19,7 +19,7 @@ from coca_attention.errors import UserError
 from coca_lab.data.needles import DIGITS, NeedleText, hide_needles
 from coca_lab.engine import Item
 from coca_lab.evaluation.perplexity import TextSettings, load_text
-from coca_lab.evaluation.task import Cell, Measurement, Model, RotaryScaling, Task
+from coca_lab.evaluation.task import Cell, Measurement, MethodSettings, Model, Task
 from coca_lab.evaluation.windows import last_logits
 from coca_lab.intervals import DocumentScore, mean_nats, nats_interval
 
@@ -41,15 +41,15 @@ class NeedleSettings(TextSettings):
 
 
 def measure_needles(
-    model: Model, settings: NeedleSettings, scaling: RotaryScaling
+    model: Model, settings: NeedleSettings, method: MethodSettings
 ) -> list[Measurement]:
     """Nats a digit of hidden numbers: a cell for every length, an item for every document."""
     name = f"needles {settings}"
-    if name not in model.texts:  # made once for a model, whatever the scaling
+    if name not in model.texts:  # made once for a model, whatever the method
         model.texts[name] = _texts(model, settings)
     near = settings.near or model.facts["training_length"]
     return [
-        _measure_cell(model, settings, scaling, length, texts, near)
+        _measure_cell(model, settings, method, length, texts, near)
         for length, texts in model.texts[name].items()
     ]
 
@@ -77,20 +77,20 @@ def _texts(model: Model, settings: NeedleSettings) -> dict[int, dict[str, Needle
 def _measure_cell(
     model: Model,
     settings: NeedleSettings,
-    scaling: RotaryScaling,
+    method: MethodSettings,
     length: int,
     texts: dict[str, NeedleText],
     near: int | None,
 ) -> Measurement:
     """The readings of one length, and their cell."""
-    label = " ".join((model.name, *scaling.words, f"needles {length:,}"))
+    label = " ".join((model.name, *method.words, f"needles {length:,}"))
 
     def read(named: list[str]) -> list[list[Cell]]:
-        return [_read(model, scaling, name, texts[name]) for name in named]
+        return [_read(model, method, name, texts[name]) for name in named]
 
     items = [
         Item(
-            keys=[[scaling.facts, length, _hash([text])]],
+            keys=[[method.facts, length, _hash([text])]],
             work=read,
             arguments=[name],
             cost=length,
@@ -110,7 +110,7 @@ def _measure_cell(
             "seed": settings.seed,
             "text": _hash([*texts.values()]),
             "near": near,
-            "rope_parameters": model.module and scaling.parameters(model.module, length),
+            "rope_parameters": model.module and method.parameters(model.module, length),
         }
         ranges = {}
         if near is not None:
@@ -126,13 +126,13 @@ def _hash(texts: Sequence[NeedleText]) -> str:
     return hashlib.sha256(repr(texts).encode()).hexdigest()[:16]
 
 
-def _read(model: Model, scaling: RotaryScaling, name: str, text: NeedleText) -> list[Cell]:
+def _read(model: Model, method: MethodSettings, name: str, text: NeedleText) -> list[Cell]:
     """What the model says about every needle of a text, in the order of their answers."""
     first = text.first_answer
     targets = torch.tensor(text.ids[first:])
     module = model.loaded()
     inputs = torch.tensor([text.ids[:-1]], device=module.device)
-    with scaling.applied(module, len(text.ids)):
+    with method.applied(module, len(text.ids)):
         logits = last_logits(module, inputs, len(targets))[0].cpu()
     nats = F.cross_entropy(logits, targets, reduction="none").double()
     likeliest = logits.argmax(-1) == targets
