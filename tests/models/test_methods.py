@@ -214,7 +214,7 @@ def test_every_name_has_a_row_and_every_row_a_name():
 def test_the_page_has_every_method_with_its_options_and_engines():
     page = (Path(__file__).parents[2] / "docs" / "conversion.md").read_text(encoding="utf-8")
     lines = [line for line in page.split("## Methods")[1].splitlines() if line.startswith("| `")]
-    cells = {line.split("`")[1]: line.strip("| ").split(" | ") for line in lines}
+    cells = {line.split("`")[1]: [x.strip() for x in line.split("|")[1:-1]] for line in lines}
     assert list(cells) == [name for name in METHODS if name != "none"]
     for name, (_, _, options, within, engines) in cells.items():
         row = METHODS[name]
