@@ -14,7 +14,7 @@ from coca_lab.engine import Engine
 from coca_lab.evaluation import TASKS, Task
 from coca_lab.evaluation.plan import Plan, ScalingSettings, write_cells
 from coca_lab.evaluation.task import Cell, ScalingFactor, ScalingKind
-from coca_lab.files import check_results
+from coca_lab.files import PathText, check_results
 from coca_lab.report import printed_tables, read_results
 from coca_lab.store import Store
 
@@ -30,7 +30,7 @@ class LoadingSettings(PlacedSettings):
 
     name: str | None = None
     """What the results call the model; by default the name of its folder."""
-    output: str | None = None
+    output: PathText | None = None
     """Result file (JSON); by default in runs/eval/, named after the model and the task."""
 
 

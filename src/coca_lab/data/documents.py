@@ -39,6 +39,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from coca_attention.errors import UserError
+from coca_lab.files import PathText
 from coca_lab.fingerprints import files_fingerprint, fingerprint
 
 log = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ class Document:
 class SourceSettings:
     """Documents to read."""
 
-    source: str = "stdlib"
+    source: PathText = "stdlib"
     """stdlib; a file, folder or glob of .txt, .jsonl, .ndjson, .json (also .gz, .xz, .zst) or
     .parquet; a folder of save_to_disk; or hf:NAME."""
     text_field: str = "text"

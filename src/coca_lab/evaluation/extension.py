@@ -30,6 +30,7 @@ from coca_lab.evaluation.marked import (
 )
 from coca_lab.evaluation.perplexity import TextSettings, load_text
 from coca_lab.evaluation.task import Model, free_weights
+from coca_lab.files import PathText
 from coca_lab.fingerprints import code_fingerprint, fingerprint
 from coca_lab.intervals import DocumentScore, paired_ratio_interval
 from coca_lab.intervals import perplexity as perplexity_of
@@ -55,7 +56,7 @@ RULE = (
 class CheckSettings:
     """What the methods are measured on."""
 
-    check: str = ""
+    check: PathText = ""
     """Text on which to measure perplexity, and how many numbers that are hidden in it are found, by
     every method: stdlib; a file, folder or glob of .txt, .jsonl or .parquet; or hf:NAME. Of the
     methods that lose nothing within L, and than which no other is clearly better beyond it, the one
