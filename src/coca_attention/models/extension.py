@@ -63,7 +63,10 @@ def extend_context(
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(64, 32, 48, 2, 4, max_position_embeddings=128)
+        >>> config = LlamaConfig(
+        ...     vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        ...     max_position_embeddings=128,
+        ... )
         >>> model = extend_context(LlamaForCausalLM(config), "yarn", to=512)
         >>> model.config.rope_parameters["factor"], model.config.max_position_embeddings
         (4.0, 512)

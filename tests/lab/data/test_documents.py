@@ -5,6 +5,7 @@ import json
 import lzma
 import os
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -69,7 +70,6 @@ def test_a_hugging_face_dataset_is_streamed(tmp_path):
 
 def test_folders_of_save_to_disk_are_read_without_their_caches(tmp_path):
     """One split in several files, or a folder of splits; each as it was when it was saved."""
-    datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list([{**record, "words": 2} for record in RECORDS])
     one = tmp_path / "one"
     rows.save_to_disk(one, num_shards=2)

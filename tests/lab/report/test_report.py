@@ -44,6 +44,7 @@ def page(html):
 
 
 def test_the_page_needs_nothing_from_outside_and_is_small(html, page):
+    assert page.references
     assert all(reference.startswith(("#", "data:")) for reference in page.references)
     assert len(html) < 300_000
     assert not re.search(r"url\((?!#)|@import|<script|stylesheet", html)
