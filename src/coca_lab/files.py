@@ -10,24 +10,20 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
-from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from huggingface_hub.errors import (
     HFValidationError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from pydantic import AfterValidator
 
 from coca_attention.errors import UserError
 
 log = logging.getLogger(__name__)
 
-PathText = Annotated[str, AfterValidator(os.path.expanduser)]
-"""The type of settings that name a file or a folder: ``~`` is the user's."""
 HUB_PATIENCE = 10.0
 """Seconds in which the Hub has to answer."""
 
@@ -203,7 +199,7 @@ def _cached_commit(repository: str, revision: str) -> str:
     # huggingface_hub would take the new line, which editors and echo write, for a part of it.
     folder = f"models--{repository.replace('/', '--')}"
     with suppress(OSError, ValueError):
-        commit = Path(HF_HUB_CACHE, folder, "refs", revision).read_text(encoding="utf-8")
+        commit = Path(constants.HF_HUB_CACHE, folder, "refs", revision).read_text(encoding="utf-8")
         if commit != commit.strip():
             return commit.strip()
     return revision

@@ -11,8 +11,9 @@ from pydantic import Field
 
 from coca_attention.roles import Roles
 from coca_lab.data import SourceSettings
+from coca_lab.data.documents import PathText
 from coca_lab.data.text import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
-from coca_lab.files import PathText, cache_folder
+from coca_lab.files import cache_folder
 
 PASSKEY, VALIDATION = "passkey", "validation"
 """Names of the blocks of `passkey_share`, and of the text that validation reads."""

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -41,8 +40,7 @@ def cache(tmp_path_factory, tokenizer):
 @pytest.fixture
 def hub(cache, monkeypatch):
     """The snapshots of the model by its names."""
-    for module in (constants, sys.modules["coca_lab.files"]):
-        monkeypatch.setattr(module, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     names = {f"{NAME}@{revision}": commit for revision, commit in COMMITS.items()}
     names |= {NAME: COMMITS["main"], f"{NAME}@{COMMITS['step1000']}": COMMITS["step1000"]}
     return {name: cache / "models--lab--tiny" / "snapshots" / each for name, each in names.items()}

@@ -10,11 +10,12 @@ from coca_attention.errors import UserError
 from coca_lab.analysis.task import ANALYSIS
 from coca_lab.cli import Command, choose
 from coca_lab.cli.console import RAY, PlacedSettings, ProgressBar, parse, parse_file, print_table
+from coca_lab.data.documents import PathText
 from coca_lab.engine import Engine
 from coca_lab.evaluation import TASKS, Task
 from coca_lab.evaluation.plan import Plan, ScalingSettings, write_cells
 from coca_lab.evaluation.task import Cell, ScalingFactor, ScalingKind
-from coca_lab.files import PathText, check_results
+from coca_lab.files import check_results
 from coca_lab.report import printed_tables, read_results
 from coca_lab.store import Store
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from coca_lab.cli.console import parse
+from coca_lab.data.documents import PathText
 from coca_lab.environment import describe_environment
-from coca_lab.files import PathText
 from coca_lab.folders import facts
 from coca_lab.loading import model_without_weights
 from coca_lab.report import write_report

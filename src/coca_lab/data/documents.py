@@ -32,19 +32,21 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
+from pydantic import AfterValidator
 
 from coca_attention.errors import UserError
-from coca_lab.files import PathText
 from coca_lab.fingerprints import files_fingerprint, fingerprint
 
 log = logging.getLogger(__name__)
 
 BadLines = Literal["error", "skip"]
+PathText = Annotated[str, AfterValidator(os.path.expanduser)]
+"""The type of settings that name a file or a folder: a first ``~`` is the user's folder."""
 
 TOKEN_IDS = ".npy"
 """Ending of a file of token ids, which training reads in place of text."""

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from coca_attention.errors import UserError
 from coca_attention.models import convert
 from coca_attention.models.extension import LIMITING, Method, extended, limit_distances
-from coca_lab.data.documents import BadLines
+from coca_lab.data.documents import BadLines, PathText
 from coca_lab.engine import Engine, Item
 from coca_lab.evaluation.marked import (
     MarkedText,
@@ -30,7 +30,6 @@ from coca_lab.evaluation.marked import (
 )
 from coca_lab.evaluation.perplexity import TextSettings, load_text
 from coca_lab.evaluation.task import Model, free_weights
-from coca_lab.files import PathText
 from coca_lab.fingerprints import code_fingerprint, fingerprint
 from coca_lab.intervals import DocumentScore, paired_ratio_interval
 from coca_lab.intervals import perplexity as perplexity_of

@@ -21,11 +21,10 @@ from coca_lab.arguments import (
     read_settings,
     settings_parser,
 )
-from coca_lab.data.documents import SourceSettings
+from coca_lab.data.documents import PathText, SourceSettings
 from coca_lab.evaluation import TASKS
 from coca_lab.evaluation.plan import Plan
 from coca_lab.evaluation.task import Cell
-from coca_lab.files import PathText
 from coca_lab.store import Store
 from coca_lab.studies.trial import Trial
 from coca_lab.training import Recipe, load_recipe
