@@ -73,13 +73,16 @@ def decay_table(trials: Trials) -> Iterator[list[str]]:
 
 
 def _difference(pairs: list[tuple[Trial, Trial]], window: int) -> str:
-    """In percent, with the interval over seeds."""
-    found = [
-        [log_perplexity(trial["measured"][TRAINED], 4096, window) or 0.0 for trial in pair]
-        for pair in pairs
-    ]
-    mean, *interval = mean_and_interval([a - b for a, b in found], percent).split(" ", 1)
-    return " ".join([mean, "%", *interval])
+    """In percent, with the interval over seeds, and how many of them if not all were measured."""
+    differences = []
+    for pair in pairs:
+        one, other = (log_perplexity(trial["measured"][TRAINED], 4096, window) for trial in pair)
+        if one is not None and other is not None:
+            differences.append(one - other)
+    if not differences:
+        return ""
+    mean, *interval = mean_and_interval(differences, percent).split(" ", 1)
+    return " ".join([mean, "%", *interval]) + _of(len(differences), len(pairs))
 
 
 def _share(hits: list[bool]) -> float:
@@ -88,7 +91,13 @@ def _share(hits: list[bool]) -> float:
 
 def _perplexity(nats: list[float | None]) -> str:
     found = [each for each in nats if each is not None]
-    return f"{math.exp(sum(found) / len(found)):.2f}" if found else ""
+    if not found:
+        return ""
+    return f"{math.exp(sum(found) / len(found)):.2f}" + _of(len(found), len(nats))
+
+
+def _of(measured: int, seeds: int) -> str:
+    return "" if measured == seeds else f" ({measured} of {seeds} seeds)"
 
 
 if __name__ == "__main__":

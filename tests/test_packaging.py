@@ -40,6 +40,7 @@ def test_the_readme_on_package_indexes_has_no_link_within_the_repository(source)
     for_indexes = importlib.import_module("scripts.package_readme").for_indexes
     text = for_indexes((ROOT / "README.md").read_text(encoding="utf-8"), source)
     addresses = re.findall(r"\]\(([^)]+)\)|src(?:set)?=\"([^\"]+)", text)
+    assert addresses
     assert all("".join(found).startswith("https://") for found in addresses)
     if source:
         assert "[results](https://a.b/c/blob/main/results)" in text

@@ -8,7 +8,11 @@ reports those beyond round-off. Checks process up to six times the given tokens.
 
 Example:
     >>> from coca_attention.testing import assert_consistent
-    >>> assert_consistent(model)
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(
+    ...     vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4
+    ... )
+    >>> assert_consistent(LlamaForCausalLM(config))
 """
 
 import functools

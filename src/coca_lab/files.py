@@ -10,11 +10,15 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
-from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+from huggingface_hub import HfApi, constants, try_to_load_from_cache
+from huggingface_hub.errors import (
+    HFValidationError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 from coca_attention.errors import UserError
 
@@ -164,15 +168,41 @@ def plain_name(text: str) -> str:
     return re.sub(r"[^\w.=-]+", "-", text).strip("-.")
 
 
-def check_name(name: str) -> None:
-    """Raise UserError for a folder that is not there, before its name is looked up on the Hub."""
-    path = Path(name)
-    has_parent = path.parent != Path() and path.parent.is_dir()
-    if path.is_dir():
-        return
-    if has_parent or path.is_absolute() or path.is_file():
+class Place(NamedTuple):
+    """Where a model is: a folder, or a repository of the Hub and a revision of it."""
+
+    path: str
+    revision: str = "main"
+
+
+def find_model(name: str | Path) -> Place:
+    """The place of a model or a tokenizer: its folder, or on the Hub ``NAME`` or ``NAME@REVISION``.
+
+    Raises:
+        UserError: If there is no such folder, or neither the cache nor the Hub has the name.
+    """
+    path = os.path.expanduser(name)
+    folder = Path(path)
+    if folder.is_dir():
+        return Place(path)
+    has_parent = folder.parent != Path() and folder.parent.is_dir()
+    if has_parent or folder.is_absolute() or folder.is_file():
         raise UserError(f"{name}: there is no such folder; check the path (here: {Path.cwd()})")
-    check_hub(name)
+    repository, _, revision = path.partition("@")
+    place = Place(repository, _cached_commit(repository, revision or "main"))
+    _check_hub(path, place)
+    return place
+
+
+def _cached_commit(repository: str, revision: str) -> str:
+    """The commit of a revision, if its file in the cache ends with a new line, or the revision."""
+    # huggingface_hub would take the new line, which editors and echo write, for a part of it.
+    folder = f"models--{repository.replace('/', '--')}"
+    with suppress(OSError, ValueError):
+        commit = Path(constants.HF_HUB_CACHE, folder, "refs", revision).read_text(encoding="utf-8")
+        if commit != commit.strip():
+            return commit.strip()
+    return revision
 
 
 def belongs_to(folder: Path, path: Path) -> bool:
@@ -184,15 +214,16 @@ def belongs_to(folder: Path, path: Path) -> bool:
 
 
 @cache
-def check_hub(name: str) -> None:
+def _check_hub(name: str, place: Place) -> None:
     """Raise UserError for a name that is neither in the cache nor on the Hub, without retries."""
     try:
         known = (
-            try_to_load_from_cache(name, file) for file in ("config.json", "tokenizer_config.json")
+            try_to_load_from_cache(place.path, file, revision=place.revision)
+            for file in ("config.json", "tokenizer_config.json")
         )
         if any(isinstance(path, str) for path in known):
             return
-        HfApi().model_info(name, timeout=HUB_PATIENCE)
+        HfApi().model_info(place.path, revision=place.revision, timeout=HUB_PATIENCE)
     except HFValidationError:
         return  # which is told by what loads the model
     except Exception as error:  # of the HTTP client, too, which is another in every version
@@ -200,6 +231,8 @@ def check_hub(name: str) -> None:
         why = f"the Hub does not answer ({text})"
         if isinstance(error, RepositoryNotFoundError):
             why = "the Hub has no such model, or it is private"
+        elif isinstance(error, RevisionNotFoundError):
+            why = f"the Hub has no revision {place.revision} of {place.path}"
         raise UserError(
             f"{name}: there is no such folder here ({Path.cwd()}), and {why}"
         ) from error

@@ -22,7 +22,7 @@ from transformers.utils import cached_file
 
 from coca_attention.errors import UserError
 from coca_lab.engine import EXTENSIONS
-from coca_lab.files import cache_folder, check_name, write_text
+from coca_lab.files import cache_folder, find_model, write_text
 
 RECORDS = (
     "conversion.json", "inputs.json", "stage.json", "start.json", "text.json", "training.json",
@@ -83,14 +83,14 @@ def model_fingerprint(path: str | Path) -> str:
     Raises:
         UserError: If there is nothing of that name.
     """
-    folder = Path(path)
+    place = find_model(path)
+    folder = Path(place.path)
     if not folder.is_dir():
-        check_name(str(path))
         try:
-            found = cached_file(str(path), "config.json")
+            found = cached_file(place.path, "config.json", revision=place.revision)
         except OSError as error:
             raise UserError(f"{path}: no model could be loaded: {error}") from error
-        return f"{path} {Path(str(found)).parent.name}"
+        return f"{place.path} {Path(str(found)).parent.name}"
     return files_fingerprint(
         [
             file

@@ -30,7 +30,7 @@ from coca_attention.models.configuration import (
 from coca_attention.models.conversion import Conversion, convert, load_original
 from coca_attention.models.methods import extend_context, extended_lengths, method_named
 from coca_attention.ops import DistanceMap
-from coca_lab.files import belongs_to, check_can_be_written, known_problem, writing
+from coca_lab.files import belongs_to, check_can_be_written, find_model, known_problem, writing
 from coca_lab.loading import load_model, model_without_weights, no_progress_bars, weight_files
 
 log = logging.getLogger(__name__)
@@ -170,7 +170,10 @@ def writing_model(
                 with no_progress_bars():
                     model.save_pretrained(partial)
             try:
-                tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
+                place = find_model(source)
+                tokenizer = AutoTokenizer.from_pretrained(
+                    place.path, revision=place.revision, trust_remote_code=False
+                )
             except (OSError, ValueError, KeyError):
                 tokenizer = None
                 log.warning(
@@ -309,8 +312,9 @@ def _inherited(source: str | Path | None, theirs: Path | None) -> dict[str, Any]
     kept = {name: data[name] for name in names if name in data}
     with suppress(HFValidationError):
         if source is not None and not Path(source).exists():
-            validate_repo_id(str(source))
-            kept["base_model"] = str(source)
+            name = str(source).partition("@")[0]
+            validate_repo_id(name)
+            kept["base_model"] = name
     return kept
 
 
@@ -318,8 +322,10 @@ def _folder(source: str | Path | None) -> Path | None:
     """A folder with the card and the licenses of a model, None if there is none to be had."""
     if source is None:
         return None
-    if Path(source).is_dir():
-        return Path(source)
-    with suppress(OSError, ValueError):
-        return Path(snapshot_download(str(source), allow_patterns=[CARD, *LICENSES]))
+    with suppress(OSError, ValueError, UserError):
+        place = find_model(source)
+        if Path(place.path).is_dir():
+            return Path(place.path)
+        terms = [CARD, *LICENSES]
+        return Path(snapshot_download(place.path, revision=place.revision, allow_patterns=terms))
     return None

@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from coca_attention.errors import UserError
 from coca_attention.models.fused import use_fused_attention
-from coca_lab.files import belongs_to, check_name, read_json
+from coca_lab.files import Place, belongs_to, find_model, read_json
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def load_model(
     """Load a causal language model in evaluation mode; UserError unless all its weights are there.
 
     Args:
-        path: Folder of a Transformers model, or a name that Transformers resolves.
+        path: Folder of a Transformers model, or on the Hub ``NAME`` or ``NAME@REVISION``.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for that of the files.
         device: ``cpu``, ``cuda``, …; ``auto`` spreads layers over all accelerators, and what does
             not fit over the CPU's memory. Default: the accelerator if available.
@@ -85,11 +85,12 @@ def load_model(
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = accelerator.type if accelerator is not None else "cpu"
     device_map: str | torch.device = "auto" if device == "auto" else usable_device(device)
-    with _naming(path), no_progress_bars():
-        _, auto = _config_and_class(path, any_head)
-        _check_safetensors(path)
+    with _naming(path) as place, no_progress_bars():
+        _, auto = _config_and_class(place, any_head)
+        _check_safetensors(place.path)
         loaded: Any = auto.from_pretrained(
-            path,
+            place.path,
+            revision=place.revision,
             device_map=device_map,
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
             output_loading_info=True,
@@ -122,9 +123,9 @@ def model_without_weights(
 ) -> PreTrainedModel:
     """A model on the meta device, to find out in a moment whether it can be loaded and used."""
     path = str(path)
-    with _naming(path):
-        config, auto = _config_and_class(path, any_head)
-        for file in sorted(Path(path).glob("*.safetensors")):
+    with _naming(path) as place:
+        config, auto = _config_and_class(place, any_head)
+        for file in sorted(Path(place.path).glob("*.safetensors")):
             with safe_open(file, "pt"):  # checks the size
                 pass
         with torch.device("meta"):
@@ -144,10 +145,10 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 
 @contextmanager
-def _naming(path: str) -> Iterator[None]:
-    """Check the folder, and turn errors in loading from it into UserErrors."""
-    check_name(path)
-    folder = Path(path)
+def _naming(path: str) -> Iterator[Place]:
+    """Find a model, check its folder, and turn errors in loading from it into UserErrors."""
+    place = find_model(path)
+    folder = Path(place.path)
     if folder.is_dir() and not (folder / "config.json").is_file():
         hints = (
             f"; {what.format(found[0].name)}"
@@ -156,7 +157,7 @@ def _naming(path: str) -> Iterator[None]:
         )
         raise UserError(f"{path}: not a model folder, it has no config.json{next(hints, '')}")
     try:
-        yield
+        yield place
     except SafetensorError as error:
         raise UserError(
             f"{path}: a weight file is damaged or truncated ({error}); copy or save it again"
@@ -173,9 +174,10 @@ def _naming(path: str) -> Iterator[None]:
         raise UserError(f"{path}: no model could be loaded: {_brief(error)}") from error
 
 
-def _config_and_class(path: str, any_head: bool) -> tuple[Any, Any]:
-    """A folder's configuration, and the Auto class of a language model, or of the head it names."""
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+def _config_and_class(place: Place, any_head: bool) -> tuple[Any, Any]:
+    """A model's configuration, and the Auto class of a language model, or of the head it names."""
+    path = place.path
+    config = AutoConfig.from_pretrained(path, revision=place.revision, trust_remote_code=False)
     task = (config.architectures or [""])[0].partition("For")[2] if any_head else ""
     auto = getattr(transformers, f"AutoModelFor{task}", AutoModelForCausalLM)
     if type(config) not in auto._model_mapping:
@@ -203,11 +205,16 @@ def weight_files(path: str | Path) -> list[Path]:
     """
 
     def file(name: str, needed: bool) -> list[Path]:
-        found = cached_file(path, name, _raise_exceptions_for_missing_entries=needed)
+        found = cached_file(
+            place.path,
+            name,
+            revision=place.revision,
+            _raise_exceptions_for_missing_entries=needed,
+        )
         return [Path(found)] if found else []
 
-    with _naming(str(path)):
-        _check_safetensors(str(path))
+    with _naming(str(path)) as place:
+        _check_safetensors(place.path)
         weights = file(SAFE_WEIGHTS_NAME, False)
         if not weights:
             weights = file(SAFE_WEIGHTS_INDEX_NAME, True)

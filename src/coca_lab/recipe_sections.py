@@ -12,6 +12,7 @@ from pydantic import Field
 from coca_attention.method_names import MethodName
 from coca_attention.roles import Roles
 from coca_lab.data import SourceSettings
+from coca_lab.data.documents import PathText
 from coca_lab.data.text import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
 from coca_lab.files import cache_folder
 
@@ -78,12 +79,12 @@ class ModelRecipe(Roles, Architecture):
     with layers or a decay. By default no limit."""
     linear: bool = False
     """Whether attention is linear: a state in place of a cache, for strict and magnitude."""
-    start: str | None = None
-    """Folder or name of a trained model to start from, instead of random weights. Its
-    sizes and its tokenizer are used. A rotary model is converted if attention names a CoCA form
-    (T projections begin as the pair means of its key projections); a model that already has the
-    attention is trained further."""
-    teacher: str | None = None
+    start: PathText | None = None
+    """Folder of a trained model to start from, or its NAME or NAME@REVISION on the Hub, instead of
+    random weights. Its sizes and its tokenizer are used. A rotary model is converted if attention
+    names a CoCA form (T projections begin as the pair means of its key projections); a model that
+    already has the attention is trained further."""
+    teacher: PathText | None = None
     """Model that objectives other than next_token learn from; by default start."""
     interpolation: Annotated[float, Field(ge=1)] | None = None
     """Factor of position interpolation; the model is trained with it and saved with it."""
@@ -106,7 +107,7 @@ SIZES = [
 class WeightedSource(SourceSettings):
     """A source of a mixture."""
 
-    source: str = ""
+    source: PathText = ""
     """Same values as data.source."""
     weight: Positive = 0.0
     """Share of the training tokens; the weights of a mixture sum to 1."""
@@ -125,7 +126,7 @@ class DataRecipe(SourceSettings):
     """Share of documents excluded from training. A hash of their text chooses them."""
     max_tokens: Count | None = None
     """Maximum number of training tokens to read. Required for endless streams."""
-    tokenizer: str | None = None
+    tokenizer: PathText | None = None
     """Folder or name of a Transformers tokenizer. By default the tokenizer of model.start is used;
     without a start, a byte-level BPE is trained."""
     vocab_size: Annotated[int, Field(ge=SMALLEST_VOCABULARY, le=LARGEST_VOCABULARY)] = 32768
@@ -142,7 +143,7 @@ class DataRecipe(SourceSettings):
     separate_documents: bool = False
     """Whether documents in the same block are separated: attention does not cross document
     boundaries, and positions restart in each document."""
-    cache: str | None = "auto"
+    cache: PathText | None = "auto"
     """Folder for tokenised text, which later runs reuse; auto means coca-attention in the user's
     cache (XDG_CACHE_HOME, or ~/.cache), null keeps the tokens in memory."""
 
@@ -166,7 +167,7 @@ class ValidationRecipe:
     every: Count | None = None
     """Optimizer steps between measurements; by default nothing is measured. They also take place
     before the first step and after the last."""
-    source: str | None = None
+    source: PathText | None = None
     """Text to measure on, with the same values as data.source; data.text_field and data.bad_lines
     also apply. By default the documents of data.held_out are used."""
     batches: Count = 4

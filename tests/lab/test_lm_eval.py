@@ -1,6 +1,7 @@
 """lm-evaluation-harness by its own command line."""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -8,9 +9,12 @@ from importlib.util import find_spec
 
 import pytest
 
+from coca_attention.errors import UserError
 from coca_lab import lm_eval
 from coca_lab.folders import extend_folder
 from coca_lab.report import printed_tables, read_results
+from coca_lab.report.results import parsed
+from coca_lab.report.tasks import by_task, harness_sections
 
 TASK = """
 task: tiny_choice
@@ -67,6 +71,59 @@ def test_the_harness_reads_what_a_model_was_extended_to(tmp_path, model_folder):
     assert cut not in evaluate(tmp_path, question, "pretrained=extended").stderr
     said = evaluate(tmp_path, question, "pretrained=model,max_length=256").stderr
     assert cut not in said and "max_length=TOKENS" not in said
+
+
+def written(path, metrics, limit=None):
+    """A result file as the harness writes it, with NaN where a metric is undefined."""
+    about = {"lm_eval_version": "0.4.13", "model_name": "models/tiny", "config": {"limit": limit}}
+    path.write_text(json.dumps({**about, "results": {"gsm8k": {"alias": "gsm8k", **metrics}}}))
+    return path
+
+
+def test_every_filter_of_a_metric_has_a_column_and_what_is_undefined_a_word(tmp_path):
+    metrics = {
+        "exact_match,strict-match": 0.25,
+        "exact_match_stderr,strict-match": "N/A",
+        "exact_match,flexible-extract": 0.5,
+        "acc,none": math.nan,
+        "acc_stderr,none": math.nan,
+        "word_perplexity,none": math.inf,
+    }
+    (content,) = read_results([written(tmp_path / "results.json", metrics)])
+    ((header, rows),) = printed_tables(content["results"])
+    assert dict(zip(header, *rows, strict=True)) == {
+        "model": "tiny",
+        "gsm8k: exact_match, strict-match": "0.25",
+        "gsm8k: exact_match, flexible-extract": "0.5",
+        "gsm8k: acc": "NaN",
+        "gsm8k: word_perplexity": "Infinity",
+    }
+    ours = tmp_path / "ours.json"
+    ours.write_text('{"results": [{"task": "perplexity", "perplexity": NaN}]}')
+    with pytest.raises(UserError, match=r"ours.json: not a result file.*it has NaN in place of"):
+        read_results([ours])
+
+
+def test_a_part_of_the_questions_is_no_column_beside_all(tmp_path):
+    files = [
+        written(tmp_path / f"{number}.json", {"acc,none": number / 8}, limit)
+        for number, limit in enumerate((None, 10, None, 0.1))
+    ]
+    cells = [cell for content in read_results(files) for cell in content["results"]]
+    (group,) = by_task(parsed([{"results": cells[::2]}])).values()
+    assert len(group) == 1
+    (groups,) = by_task(parsed([{"results": cells}])).values()
+    assert [[cell.metrics["acc,none"] for cell in each] for each in groups] == [
+        [0.0, 0.25],
+        [0.125],
+        [0.375],
+    ]
+    notes = [harness_sections(each)[0].note for each in groups]
+    assert notes == [
+        "lm-evaluation-harness 0.4.13.",
+        "lm-evaluation-harness 0.4.13. At most 10 questions per task.",
+        "lm-evaluation-harness 0.4.13. 10 % of the questions of each task.",
+    ]
 
 
 def test_a_missing_harness_says_what_to_install(monkeypatch):

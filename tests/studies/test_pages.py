@@ -1,5 +1,6 @@
 """The published pages have the tables that their commands write from the committed results."""
 
+import copy
 import json
 import math
 import re
@@ -12,7 +13,7 @@ import pytest
 
 from coca_attention.errors import UserError
 from coca_lab.report import printed_tables, read_results
-from studies import trials
+from studies import native, trials
 from studies.pages import BEGIN, END, write_tables
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +34,26 @@ def test_a_page_has_the_tables_of_its_results(module, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", [module])
     runpy.run_module(f"studies.{module}", run_name="__main__")
     assert page.read_text(encoding="utf-8") == published != emptied
+
+
+def test_what_was_not_measured_is_no_perplexity_of_1():
+    path = min((ROOT / "results/native/trials").glob("decay-*.json"))
+    one = json.loads(path.read_text(encoding="utf-8"))
+    other, without = copy.deepcopy(one), copy.deepcopy(one)
+    for cell in other["measured"][native.TRAINED]["text"]:
+        cell["nats"] = [1.01 * nats for nats in cell["nats"]]
+    cells = without["measured"][native.TRAINED]["text"]
+    cells[:] = [cell for cell in cells if cell["window"] != native.LENGTH]
+    nats = native.log_perplexity(one["measured"][native.TRAINED], 4096, native.LENGTH)
+    change = f"{100 * math.expm1(nats / 100):+.1f} %"
+    assert native._difference([(other, one)], native.LENGTH) == change
+    assert native._difference([(other, one), (one, without)], native.LENGTH) == (
+        f"{change} (1 of 2 seeds)"
+    )
+    assert native._difference([(one, without)], native.LENGTH) == ""
+    trials = {"decay": [one, {**without, "seed": 7}]}
+    header, row, *_ = native.arms_table(trials)
+    assert row[header.index("perplexity 256")] == f"{math.exp(nats):.2f} (1 of 2 seeds)"
 
 
 def test_the_readmes_table_of_methods_is_of_the_published_check():

@@ -21,8 +21,9 @@ from coca_lab.cli import Command
 log = logging.getLogger(__name__)
 
 POSITIONALS = {
-    "folder": "Folder or name of a Transformers model; with --endpoint, of its tokenizer.",
-    "model": "Folder or name of a Transformers model.",
+    "folder": "Folder of a Transformers model, or its NAME or NAME@REVISION on the Hub; with "
+    "--endpoint, of its tokenizer.",
+    "model": "Folder of a Transformers model, or its NAME or NAME@REVISION on the Hub.",
     "model?": "Folder or name of a model; without one, this machine is described.",
     "prompt": "Text to continue; - reads it from standard input.",
     "recipe?": "Name of a recipe or study, such as passkey-1m or studies/verdict.",
@@ -102,7 +103,7 @@ def parse_file(
     if not words or words[0].startswith("-"):
         raise UserError(f"the {kind} comes first: {usage}")
     chosen, overrides = others.parse_known_args(words[1:])
-    chosen.output = Path(chosen.output or Path("runs", Path(words[0]).stem))
+    chosen.output = Path(chosen.output or Path("runs", Path(words[0]).stem)).expanduser()
     return words[0], overrides, chosen
 
 

@@ -10,6 +10,7 @@ from coca_attention.errors import UserError
 from coca_lab.analysis.task import ANALYSIS
 from coca_lab.cli import Command, choose
 from coca_lab.cli.console import RAY, PlacedSettings, ProgressBar, parse, parse_file, print_table
+from coca_lab.data.documents import PathText
 from coca_lab.engine import Engine
 from coca_lab.evaluation import TASKS, Task
 from coca_lab.evaluation.plan import ModelsMethod, Plan, write_cells
@@ -30,7 +31,7 @@ class LoadingSettings(PlacedSettings):
 
     name: str | None = None
     """What the results call the model; by default the name of its folder."""
-    output: str | None = None
+    output: PathText | None = None
     """Result file (JSON); by default in runs/eval/, named after the model and the task."""
 
 

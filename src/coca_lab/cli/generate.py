@@ -8,9 +8,10 @@ from typing import Annotated, Any
 from pydantic import Field, PositiveInt
 from transformers import TextStreamer, set_seed
 
-from coca_attention.errors import UserError
+from coca_attention.errors import UserError, error_prefix
 from coca_lab.cli.console import PlacedSettings, parse
 from coca_lab.data import load_tokenizer
+from coca_lab.data.chat import Thinking, chat_text
 from coca_lab.evaluation import MethodSettings
 from coca_lab.generation import FiniteScores
 from coca_lab.loading import check_vocabulary, load_model
@@ -37,6 +38,9 @@ class GenerateSettings(PlacedSettings, MethodSettings):
     chat: bool = False
     """Put the prompt into the tokenizer's chat template, as a user's message, and print the answer
     alone."""
+    thinking: Thinking = "default"
+    """With --chat, whether the model thinks first, where its chat template has enable_thinking; by
+    default as the template says."""
     stream: bool = False
     """Print the text as it is made also where the output is not a terminal."""
 
@@ -45,6 +49,8 @@ class GenerateSettings(PlacedSettings, MethodSettings):
             raise UserError(f"temperature must be 0, or at least {COLDEST}, got {self.temperature}")
         if not self.temperature and (self.top_p, self.top_k) != (None, None):
             raise UserError("top_p and top_k are for draws: set --temperature, for example to 1")
+        if self.thinking != "default" and not self.chat:
+            raise UserError("thinking is said in the chat template: set --chat")
         if self.factor is not None and self.method == "none":
             raise UserError("factor is for a method: set --method, for example to yarn")
 
@@ -65,10 +71,8 @@ def generate_command(words: list[str]) -> None:
     tokenizer: Any = load_tokenizer(path)
     check_vocabulary(model, tokenizer)
     if settings.chat:
-        if tokenizer.chat_template is None:
-            raise UserError(f"the tokenizer of {path} has no chat template: leave out --chat")
-        message = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        with error_prefix(f"{path}: "):
+            prompt = chat_text(tokenizer, prompt, settings.thinking)
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not settings.chat)
     inputs = inputs.to(model.device)
     before = inputs["input_ids"].shape[-1]

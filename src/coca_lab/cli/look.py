@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from coca_lab.cli.console import parse
+from coca_lab.data.documents import PathText
 from coca_lab.environment import describe_environment
 from coca_lab.folders import facts
 from coca_lab.loading import model_without_weights
@@ -17,7 +18,7 @@ Rows = list[tuple[str, str]]
 class ReportSettings:
     """The report page."""
 
-    output: str = "report.html"
+    output: PathText = "report.html"
     """HTML file to write."""
     title: str | None = None
     """Heading of the page; by default it names what was measured."""

@@ -4,12 +4,18 @@ A source is a string:
 
 - ``stdlib``: source code and documentation of the running Python: real text without a download;
 - a folder, which is searched for files whose names end with ``.txt``, ``.jsonl``, ``.ndjson``,
-  ``.json`` or ``.parquet``, in capitals or not; all but the last may be compressed as ``.gz``,
-  ``.xz`` or ``.zst``. ``.json`` has a record a line, as in C4 and Dolma, or is a list of records.
-  Files and folders in it whose names begin with a dot are left out;
-- a glob, or a file: a file of any other type is read as text, if the source names its type;
+  ``.json``, ``.parquet`` or ``.arrow``, in capitals or not; all but the last two may be compressed
+  as ``.gz``, ``.xz`` or ``.zst``. ``.json`` has a record a line, as in C4 and Dolma, or is a list
+  of records; of ``.arrow`` files those are read that ``save_to_disk`` of `datasets` has written,
+  of all splits. Files and folders in it whose names begin with a dot are left out;
+- a file: one of any other type is read as text;
+- a glob, where there is no file or folder of that name; ``**`` stands for folders at any depth,
+  and a file of any other type is read as text if the glob ends with its type;
 - ``hf:NAME``, ``hf:NAME:SPLIT`` or ``hf:NAME:CONFIG:SPLIT``: a dataset for `datasets`, streamed;
 - to train on, a ``.npy`` file of token ids.
+
+Links to files and folders are followed, in a folder as in a glob; a folder that several links lead
+to, or one back to, is read once.
 """
 
 import glob
@@ -21,14 +27,17 @@ import lzma
 import os
 import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
+from pydantic import AfterValidator
 
 from coca_attention.errors import UserError
 from coca_lab.fingerprints import files_fingerprint, fingerprint
@@ -36,15 +45,25 @@ from coca_lab.fingerprints import files_fingerprint, fingerprint
 log = logging.getLogger(__name__)
 
 BadLines = Literal["error", "skip"]
+PathText = Annotated[str, AfterValidator(os.path.expanduser)]
+"""The type of settings that name a file or a folder: a first ``~`` is the user's folder."""
 
 TOKEN_IDS = ".npy"
 """Ending of a file of token ids, which training reads in place of text."""
 
 RECORD_FILES = (".jsonl", ".ndjson", ".json")
 """Endings of files with a record in each line, or, the last, with a list of records."""
-KNOWN = (".txt", *RECORD_FILES, ".parquet")
+TABLES = (".parquet", ".arrow")
+"""Endings of files with a record in each row, which have a compression of their own."""
+KNOWN = (".txt", *RECORD_FILES, *TABLES)
 PACKED = {".gz": "gzip", ".xz": "xz", ".zst": "zstd"}
 RECORDS = "expected a record in each line or, in .json, one list of records"
+STATE = "state.json"
+"""Of a folder that `datasets` has saved: names the files of its table."""
+SAVED = (STATE, "dataset_dict.json", "dataset_info.json")
+"""Files without records that `datasets` saves beside them."""
+CHATS = ("messages", "conversations")
+"""Fields in which datasets have chats, by custom."""
 NAMED = 5
 """Files that a message names."""
 
@@ -72,9 +91,9 @@ class Document:
 class SourceSettings:
     """Documents to read."""
 
-    source: str = "stdlib"
+    source: PathText = "stdlib"
     """stdlib; a file, folder or glob of .txt, .jsonl, .ndjson, .json (also .gz, .xz, .zst) or
-    .parquet; or hf:NAME."""
+    .parquet; a folder of save_to_disk; or hf:NAME."""
     text_field: str = "text"
     """Field with the text in JSON records, Parquet files and datasets."""
     bad_lines: BadLines = "error"
@@ -153,10 +172,13 @@ def _find(source: str) -> tuple[list[Path], list[Path]]:
     if not source:  # Path would make it the current folder
         raise DataError("the source is empty: name a file, a folder (. for this one) or a glob")
     path = Path(source).expanduser()
-    matches = _inside(path) if path.is_dir() else glob.glob(str(path), recursive=True)
+    pattern = path
+    if os.path.lexists(path):  # whose name may look like a glob
+        pattern = Path(glob.escape(str(path)), "**" if path.is_dir() else "")
+    matches = [*_matches(pattern)]
     files: dict[Path, Path] = {}  # each once, though a link leads back to its folder
     others = []
-    for match in sorted(each for each in map(Path, matches) if not each.is_dir()):
+    for match in sorted(each for each in matches if not each.is_dir()):
         is_named = match == path or (match.suffix == path.suffix != "" and not path.is_dir())
         if not is_named and not _is_known(match):
             others.append(match)
@@ -169,20 +191,44 @@ def _find(source: str) -> tuple[list[Path], list[Path]]:
     reason = (
         "no readable file there" if path.is_dir() or matches else "no such file, folder or glob"
     )
-    known = f"known types: {', '.join(KNOWN)}, all but the last optionally with .gz, .xz or .zst"
+    known = (
+        f"known types: {', '.join(KNOWN)} (of save_to_disk), all but the last two optionally with "
+        ".gz, .xz or .zst"
+    )
     raise DataError(
         f"{source}: {reason}; {known}; others, and hidden files, are read if named. Use hf:NAME "
         "for a Hugging Face dataset, stdlib for the text of Python's standard library"
     )
 
 
-def _inside(folder: Path) -> list[Path]:
-    """What is in a folder, at any depth, but for what is hidden there, which globs skip too."""
-    return [
-        path
-        for path in folder.rglob("*")
-        if not any(name.startswith(".") for name in path.relative_to(folder).parts)
-    ]
+def _matches(pattern: Path) -> Iterator[Path]:
+    """What matches a glob, in no order; hidden files and folders do if the glob names the dot."""
+    # `glob` itself follows a link back into its own folder until the system refuses.
+    if "**" not in pattern.parts:
+        yield from map(Path, glob.glob(str(pattern)))
+        return
+    place = pattern.parts.index("**")
+    rest = pattern.parts[place + 1 :] or ("*",)
+    for root in _matches(Path(*pattern.parts[:place])):
+        for folder in _folders(root):
+            yield from _matches(Path(glob.escape(str(folder)), *rest))
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    """A folder and those in it at any depth, through links, but for hidden ones; each once."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    seen = set[str]()
+    for folder, inner, _ in os.walk(root, onerror=refuse, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:
+            inner.clear()
+            continue
+        seen.add(real)
+        inner[:] = sorted(name for name in inner if not name.startswith("."))
+        yield Path(folder)
 
 
 def _kind(path: Path) -> tuple[str, str | None]:
@@ -196,10 +242,22 @@ def _kind(path: Path) -> tuple[str, str | None]:
 def _is_known(path: Path) -> bool:
     """Whether a file of a folder is text or has records, as far as its name and its head say."""
     kind, packing = _kind(path)
+    if path.name in SAVED:
+        return False
+    if kind == ".arrow":
+        return not packing and _is_saved(path)
     if kind != ".json":
-        return kind in KNOWN and (kind != ".parquet" or not packing)
-    # Settings, such as dataset_info.json, begin with a line that has nothing but a brace.
+        return kind in KNOWN and (kind not in TABLES or not packing)
+    # Settings, such as config.json, begin with a line that has nothing but a brace.
     return not path.is_file() or next(_lines(path), "").strip() != "{"
+
+
+def _is_saved(path: Path) -> bool:
+    """Whether a file is a part of the table that its folder was saved with, and no cache there."""
+    with suppress(OSError, ValueError, LookupError, TypeError):  # no such folder
+        state = json.loads((path.parent / STATE).read_bytes())
+        return path.name in [file["filename"] for file in state["_data_files"]]
+    return False
 
 
 def _file_documents(path: Path, text_field: str, bad_lines: BadLines) -> Iterator[Document]:
@@ -208,8 +266,8 @@ def _file_documents(path: Path, text_field: str, bad_lines: BadLines) -> Iterato
     kind, _ = _kind(path)
     if kind == TOKEN_IDS:
         raise DataError(f"{path}: has token ids, which training alone reads")
-    if kind in (*RECORD_FILES, ".parquet"):
-        rows = _parquet_rows(path, text_field) if kind == ".parquet" else _json_rows(path)
+    if kind in (*RECORD_FILES, *TABLES):
+        rows = _table_rows(path, text_field) if kind in TABLES else _json_rows(path)
         yield from _records(path, rows, text_field, bad_lines)
         return
     text = "".join(_lines(path))
@@ -251,15 +309,29 @@ def _json_rows(path: Path) -> Iterator[object]:
         raise DataError(f"{path}: not valid JSON ({error})") from error
 
 
-def _parquet_rows(path: Path, text_field: str) -> Iterator[dict[str, object]]:
+def _table_rows(path: Path, text_field: str) -> Iterator[dict[str, object]]:
+    """The rows of a Parquet or an Arrow file, with all columns if the text is in none of them."""
+    kind = "Parquet" if _kind(path)[0] == ".parquet" else "Arrow"
     try:
         with open(path, "rb") as file:  # Arrow takes UTF-8 names alone
-            table = pyarrow.parquet.ParquetFile(file)
-            needed = [name for name in (text_field, "id") if name in table.schema_arrow.names]
-            for batch in table.iter_batches(1000, columns=needed if text_field in needed else None):
-                yield from batch.to_pylist()
+            if kind == "Parquet":
+                table = pyarrow.parquet.ParquetFile(file)
+                names = _needed(table.schema_arrow, text_field)
+                batches = table.iter_batches(1000, columns=names)
+            else:  # a stream, as `datasets` writes it
+                batches = pyarrow.ipc.open_stream(file)
+                names = _needed(batches.schema, text_field)
+            for batch in batches:
+                yield from batch.select(names).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path}: not a readable Parquet file: {error}") from error
+        raise DataError(f"{path}: not a readable {kind} file: {error}") from error
+
+
+def _needed(schema: pyarrow.Schema, text_field: str) -> list[str]:
+    """The columns to read: all, for a message, if none has the text."""
+    if text_field not in schema.names:
+        return schema.names
+    return [name for name in (text_field, "id") if name in schema.names]
 
 
 def _records(
@@ -297,15 +369,12 @@ def _document(record: object, text_field: str, place: str) -> Document:
     if not isinstance(record, dict):
         raise DataError(f"{place}: expected a JSON object, got {type(record).__name__}")
     if text_field not in record:
-        texts = {name: text for name, text in record.items() if isinstance(text, str | bytes)}
-        longest = max(texts, key=lambda name: len(texts[name]), default=None)
-        named = f": use --text-field {longest} (in a recipe data.text_field)"
         fields = ", ".join(map(repr, record))
-        raise DataError(
-            f"{place}: no text in field {text_field!r} (fields: {fields})"
-            f"{named if longest else otherwise}"
-        )
+        advice = _advice(record) or otherwise
+        raise DataError(f"{place}: no text in field {text_field!r} (fields: {fields}){advice}")
     text = record[text_field]
+    if text_field in CHATS and isinstance(text, list):
+        raise DataError(f"{place}: no text in field {text_field!r}{_advice(record)}")
     if isinstance(text, bytes):  # Parquet's type binary, which some writers give to text
         try:
             text = text.decode()
@@ -324,6 +393,26 @@ def _document(record: object, text_field: str, place: str) -> Document:
     return Document(place if name is None else str(name), text)
 
 
+def _advice(record: dict[str, Any]) -> str:
+    """What to do where a record has no text in the field that was named; empty if that is open."""
+    for name in CHATS:
+        if isinstance(record.get(name), list):
+            return (
+                f": {name} is a chat, which has to be made one text first: in Python, by "
+                f"tokenizer.apply_chat_template(record[{name!r}], tokenize=False), which takes "
+                "entries with role and content"
+            )
+    texts = {
+        name: text
+        for name, text in record.items()
+        if isinstance(text, str | bytes) and name != "id"
+    }
+    if not texts:
+        return ""
+    longest = max(texts, key=lambda name: len(texts[name]))
+    return f": use --text-field {longest} (in a recipe data.text_field)"
+
+
 def _hub_parts(source: str) -> list[str]:
     """NAME, CONFIG and SPLIT of a dataset, as far as they are given."""
     parts = source.removeprefix("hf:").split(":")
@@ -336,6 +425,8 @@ def _hub_documents(source: str, text_field: str) -> Iterator[Document]:
     import datasets  # takes longer to import than everything else here
 
     parts = _hub_parts(source)
+    if any(Path(parts[0], name).is_file() for name in SAVED[:2]):
+        raise DataError(f"{source}: a folder of save_to_disk: name it without hf:")
     config = parts[1] if len(parts) == 3 else None
     split = parts[-1] if len(parts) > 1 else "train"
     number = 0

@@ -26,6 +26,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from coca_attention.errors import UserError, error_prefix
+from coca_lab.data.chat import Thinking, chat_frame
 from coca_lab.data.tasks import Encode, Prompt, check_reproduced, leading_special_tokens
 
 RulerTask = Literal[
@@ -123,6 +124,7 @@ def ask_for_ruler(
     seed: int = 0,
     filler: str = NOISE,
     chat: bool = False,
+    thinking: Thinking = "default",
 ) -> list[Prompt]:
     """Prompts that seed, task, length, index and filler determine, of the tasks of RULER.
 
@@ -136,18 +138,19 @@ def ask_for_ruler(
             repeated if it is short.
         chat: Whether the prompt is what a user says, in the tokenizer's chat template, and its end
             the beginning of the answer. The default is a plain text.
+        thinking: Whether the model is to think, for chat templates with ``enable_thinking``.
 
     Returns:
         For every index the token ids and text of a prompt; its facts have the strings that are
         ``expected`` in the answer.
 
     Raises:
-        UserError: If the length is too short, the tokenizer has no chat template, or does not
-            reproduce what is expected.
+        UserError: If the length is too short, the tokenizer has no chat template of use, or does
+            not reproduce what is expected.
     """
     leading, (opening, closing) = leading_special_tokens(tokenizer), ("", "")
     if chat:
-        opening, closing = chat_frame(tokenizer)
+        opening, closing = chat_frame(tokenizer, thinking)
         if leading:  # the tokenizer adds the beginning of sequence itself
             opening = opening.removeprefix(str(tokenizer.bos_token or ""))
 
@@ -170,19 +173,6 @@ def ask_for_ruler(
 def string_match(answer: str, expected: Sequence[str]) -> float:
     """Share of the expected strings that an answer contains in any case: string_match_all."""
     return sum(each.lower() in answer.lower() for each in expected) / len(expected)
-
-
-def chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """What a chat template puts before and behind what the user says."""
-    if not getattr(tokenizer, "chat_template", None):
-        raise UserError("the tokenizer has no chat template: ask without one")
-    said = "CONTENT"
-    messages = [{"role": "user", "content": said}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    opening, found, closing = str(text).rpartition(said)
-    if not found:
-        raise UserError("the tokenizer's chat template leaves out what the user says")
-    return opening, closing
 
 
 def fit_haystack(

@@ -23,7 +23,7 @@ from coca_lab.data.documents import (
     SourceSettings,
     text_fingerprint,
 )
-from coca_lab.files import check_name, writing
+from coca_lab.files import find_model, writing
 from coca_lab.fingerprints import fingerprint
 
 TOKENIZER_JSON = "tokenizer.json"
@@ -88,11 +88,13 @@ def up_to(characters: float, documents: Iterable[Document]) -> Iterator[Document
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Any Transformers tokenizer, by folder or name; UserError if it cannot be loaded."""
-    check_name(str(path))
+    place = find_model(path)
     try:
-        return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(
+            place.path, revision=place.revision, trust_remote_code=False
+        )
     except Exception as error:  # a damaged file raises a plain Exception, among others
-        folder = Path(path)
+        folder = Path(place.path)
         found = {file.name for each in TOKENIZER_FILES for file in folder.glob(each)}
         if folder.is_dir() and found <= set(NO_VOCABULARY):
             raise UserError(

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from coca_attention.errors import UserError
 from coca_attention.method_names import MethodName
 from coca_attention.models import METHODS, applied
-from coca_lab.data.documents import BadLines
+from coca_lab.data.documents import BadLines, PathText
 from coca_lab.engine import Engine, Item
 from coca_lab.evaluation.marked import (
     MarkedText,
@@ -52,7 +52,7 @@ RULE = (
 class CheckSettings:
     """What the methods are measured on."""
 
-    check: str = ""
+    check: PathText = ""
     """Text on which to measure perplexity, and how many numbers that are hidden in it are found, by
     every method: stdlib; a file, folder or glob of .txt, .jsonl or .parquet; or hf:NAME. Of the
     methods that lose nothing within L, and than which no other is clearly better beyond it, the one

@@ -4,6 +4,7 @@ docs/evaluation.md describes the tasks.
 """
 
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +16,9 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 from torch.utils.data import BatchSampler
 
+from coca_attention.errors import UserError
 from coca_lab.data import SourceSettings
+from coca_lab.data.chat import THINK, Thinking, chat_frame
 from coca_lab.data.ruler import (
     ANSWER_TOKENS,
     NEEDLE_TASKS,
@@ -30,6 +33,8 @@ from coca_lab.engine import Item
 from coca_lab.evaluation.task import Cell, Measurement, MethodSettings, Model, Task
 from coca_lab.generation import greedy_answers
 from coca_lab.intervals import wilson_interval
+
+log = logging.getLogger(__name__)
 
 # Making a prompt takes some 70 bytes a token.
 Lengths = Annotated[list[Annotated[int, Field(ge=1, le=10**7)]], Field(min_length=1)]
@@ -160,12 +165,28 @@ class RulerSettings(SourceSettings, PromptSettings):
     """Prompts per task and length."""
     chat: bool = False
     """Whether prompts are in the tokenizer's chat template; by default they are plain text."""
+    thinking: Thinking = "default"
+    """Whether a model with a chat thinks first, where its chat template has enable_thinking; by
+    default as the template says. What it thinks counts as the answer, and towards its length."""
+
+    def __post_init__(self) -> None:
+        if self.thinking != "default" and not self.chat:
+            raise UserError("thinking is said in the chat template: set --chat")
 
 
 def measure_ruler(
     model: Model, settings: RulerSettings, method: MethodSettings
 ) -> list[Measurement]:
     """Mean share of what is expected: a cell for every task and length."""
+    if settings.chat:
+        _, closing = chat_frame(model.tokenizer, settings.thinking)
+        if closing.rstrip().endswith(THINK):
+            log.warning(
+                "%s: the chat template ends in %s, so what is scored is what the model thinks: set "
+                "--thinking off, if the template takes it",
+                model.name,
+                THINK,
+            )
     words: list[str] = []
     if any(_has_text(task) for task in settings.kinds):
         words = read_words(model, settings, max(settings.lengths))
@@ -177,6 +198,8 @@ def measure_ruler(
         about |= {"seed": settings.seed, "max_new_tokens": ANSWER_TOKENS[task]}
         about["filler"] = hashlib.sha256(filler.encode()).hexdigest()[:16]
         same: Any = {"seed": settings.seed, "filler": filler, "chat": settings.chat}
+        if settings.chat:
+            about["thinking"] = same["thinking"] = settings.thinking
         measurements.append(
             measure_prompts(
                 model,

@@ -156,7 +156,7 @@ class Prompts(Figure):
         """The prompts; the tokenizer shows in the distances."""
         named = ("key", "expected", "depth", "depths", "distance", "distances")
         prompts = [[getattr(sample, name, None) for name in named] for sample in self.samples]
-        known = self._known("conditions", "seed", "depths", "chat")
+        known = self._known("conditions", "seed", "depths", "chat", "thinking")
         # Each of RULER's tasks has its own length of answers, and text around what is asked for.
         known |= {(of, self.kind): n for of, n in self._known("max_new_tokens").items()}
         return known | {(self.kind, self.length): [getattr(self, "filler", None), *prompts]}

@@ -215,6 +215,8 @@ def conditions(frame: Frame) -> str:
         return f"Small: ranges of the {span(frame['seeds'])} seeds of each mean."
     if samples := [len(cell.samples) for cell in cells if isinstance(cell, Prompts)]:
         chat = ", in the chat template" if getattr(cells[0], "chat", False) else ""
+        if (thinking := getattr(cells[0], "thinking", "default")) != "default":
+            chat += f", thinking {thinking}"
         count = f"; {span(samples)} prompts each{chat}" if min(samples) else ""
         return f"Small: Wilson’s 95 % intervals{count}."
     scored = [cell for cell in cells if isinstance(cell, Perplexity) and cell.documents]

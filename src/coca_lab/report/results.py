@@ -86,15 +86,19 @@ def _is_result_file(file: Path) -> bool:
     return False
 
 
-def _refuse(number: str) -> None:
-    raise ValueError(f"it has {number} in place of a number")
-
-
 def _read(path: Path) -> Content:
     """The content of a result file, a run's and the harness's in the shape of a study's."""
+    no_numbers = list[str]()
+
+    def named(constant: str) -> str:
+        no_numbers.append(constant)
+        return constant
+
     try:
         # Bytes, which may begin with a byte order mark.
-        content = json.loads(path.read_bytes(), parse_constant=_refuse)
+        content = json.loads(path.read_bytes(), parse_constant=named)
+        if no_numbers and "lm_eval_version" not in content:  # whose metrics may be undefined
+            raise ValueError(f"it has {no_numbers[0]} in place of a number")
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -114,7 +118,10 @@ def _read(path: Path) -> Content:
 
 
 def _harness_cells(content: HarnessFile) -> list[Content]:
-    """The cells of a result file of lm-evaluation-harness, one a task."""
+    """The cells of a result file of lm-evaluation-harness, one a task.
+
+    Metrics have names such as ``exact_match,strict-match``, with the filter of the answers.
+    """
     about = {
         "task": "harness",
         "model": Path(content.model_name).name,

@@ -48,6 +48,10 @@ class TaskReport:
     cell: type[CheckedCell] = CheckedCell
 
 
+UNDEFINED = ("NaN", "Infinity", "-Infinity")
+"""Metrics that are no numbers, as JSON files of Python call them."""
+
+
 class Harness(CheckedCell):
     """A task of lm-evaluation-harness."""
 
@@ -58,24 +62,34 @@ class Harness(CheckedCell):
 
     @property
     def facts(self) -> Facts:
-        """The version, and how many questions were asked."""
-        return self._known("harness", "limit")
+        """The version, and how many questions were asked: all, if there is no limit."""
+        return {"harness": self.harness, "limit": self.limit}
 
 
 def harness_sections(cells: Sequence[Harness]) -> list[Section]:
     """Results of the lm-evaluation-harness, in the layout of the paper's Table 5."""
-    scores = pd.DataFrame(
-        {"model": cell.model, "metric": f"{cell.name}: {name.partition(',')[0]}", "value": value}
-        for cell in cells
-        for name, value in cell.metrics.items()
-        if "stderr" not in name and isinstance(value, int | float)
-    )
-    if scores.empty:
+    scores = list[dict[str, str]]()
+    for cell in cells:
+        for name, value in cell.metrics.items():
+            metric, _, answers = name.partition(",")
+            if "stderr" in metric or not (isinstance(value, float) or value in UNDEFINED):
+                continue
+            label = f"{cell.name}: {metric}"
+            if answers not in ("", "none"):  # the filter that found them in what the model wrote
+                label += f", {answers}"
+            shown = f"{value:.4g}" if isinstance(value, float) else value
+            scores.append({"model": cell.model, "metric": label, "value": shown})
+    if not scores:
         return []
-    table = scores.pivot_table("value", "model", "metric", sort=False, aggfunc="first")
-    rows = [list(row) for row in table.map("{:.4g}".format, "ignore").fillna("–").itertuples()]
-    limit = f" At most {cells[0].limit:g} questions per task." if cells[0].limit else ""
-    note = f"lm-evaluation-harness {cells[0].harness}.{limit}"
+    table = pd.DataFrame(scores).pivot_table(
+        "value", "model", "metric", sort=False, aggfunc="first"
+    )
+    rows = [list(row) for row in table.fillna("–").itertuples()]
+    limit = cells[0].limit
+    asked = "" if limit is None else f" At most {limit:g} questions per task."
+    if limit is not None and limit < 1:
+        asked = f" {100 * limit:.3g} % of the questions of each task."
+    note = f"lm-evaluation-harness {cells[0].harness}.{asked}"
     return [Section("Short context", header=["model", *table.columns], rows=rows, note=note)]
 
 

@@ -1,6 +1,7 @@
 """What a study is: models, sizes, seeds and tasks, from one YAML file, and their trials."""
 
 import math
+import os
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from coca_lab.arguments import (
     read_settings,
     settings_parser,
 )
-from coca_lab.data.documents import SourceSettings
+from coca_lab.data.documents import PathText, SourceSettings
 from coca_lab.evaluation import TASKS
 from coca_lab.evaluation.plan import Plan
 from coca_lab.evaluation.task import Cell
@@ -47,7 +48,7 @@ class Study(Plan):
 
     title: str = ""
     """Heading of the report."""
-    recipe: str = ""
+    recipe: PathText = ""
     """The recipe that models change: a file, or the name of one of the project's; by default the
     settings of the paper."""
     models: dict[str, ModelOptions] = field(default_factory=dict)
@@ -71,7 +72,7 @@ class Study(Plan):
     choose: Options = field(default_factory=dict)
     """Which cells decide: those with these fields, such as {task: perplexity, window: 256}, by
     their perplexity, or else by the share of right answers."""
-    text: str = ""
+    text: PathText = ""
     """Text to train and evaluate on, in place of the recipe's and of stdlib; a data.source of
     models or options, and a source of a task, come first."""
     num_cpus: int = 1
@@ -178,7 +179,7 @@ class Study(Plan):
             raise UserError("training.seed: set seeds")
         if self.text:
             options.setdefault("data.source", self.text)
-        path = options.pop("recipe") or None
+        path = os.path.expanduser(options.pop("recipe")) or None
         return load_recipe(path, option_words(options))
 
 
@@ -210,7 +211,7 @@ def _ready_model(options: Options) -> dict[str, Any]:
         )
     fields = {n.removeprefix(CONVERT): v for n, v in options.items() if n.startswith(CONVERT)}
     conversion = checked(Conversion, put(fields, {}), CONVERT) if fields else None
-    return {"start": options["path"], "conversion": conversion}
+    return {"start": os.path.expanduser(options["path"]), "conversion": conversion}
 
 
 def _linked(trials: Sequence[Trial]) -> list[Trial]:

@@ -5,6 +5,7 @@ import json
 import lzma
 import os
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -67,6 +68,52 @@ def test_a_hugging_face_dataset_is_streamed(tmp_path):
         read("hf:a:b:c:d")
 
 
+def test_folders_of_save_to_disk_are_read_without_their_caches(tmp_path):
+    """One split in several files, or a folder of splits; each as it was when it was saved."""
+    rows = datasets.Dataset.from_list([{**record, "words": 2} for record in RECORDS])
+    one = tmp_path / "one"
+    rows.save_to_disk(one, num_shards=2)
+    assert len([*one.glob("*.arrow")]) == 2
+    assert read(one) == EXPECTED and read(one / "data-00001-of-00002.arrow") == EXPECTED[1:]
+    before = text_fingerprint(str(one))
+    # What `map` keeps in the folder of a loaded dataset is no part of it.
+    datasets.load_from_disk(one).map(lambda row: {"text": row["text"].upper()}).to_list()
+    assert [*one.glob("cache-*.arrow")] and read(one) == EXPECTED
+    assert text_fingerprint(str(one)) == before
+    splits = {"train": rows, "test": rows.select([1])}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "several")
+    assert read(tmp_path / "several") == [EXPECTED[1], *EXPECTED]
+    assert read(tmp_path / "several" / "train") == EXPECTED
+    with pytest.raises(DataError, match=r"arrow:1: no text in field 'body' .*--text-field text"):
+        read(one, text_field="body")
+    with pytest.raises(DataError, match="folder of save_to_disk: name it without hf:"):
+        read(f"hf:{one}")
+    path = one / "data-00000-of-00002.arrow"
+    path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(DataError, match=r"00000-of-00002.arrow: not a readable Arrow file"):
+        read(one)
+
+
+@pytest.mark.parametrize(
+    ("record", "advice"),
+    [
+        ({"id": "a" * 99}, r"\(fields: 'id'\);"),
+        ({"id": "a" * 99, "body": "b"}, "use --text-field body "),
+        ({"prompt": "b", "messages": [{"role": "user", "content": "b"}]}, "messages is a chat"),
+        ({"id": "a", "conversations": [{"from": "human", "value": "b"}]}, "one text first"),
+    ],
+)
+def test_advice_on_a_missing_text_is_of_use(tmp_path, record, advice):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / "a.parquet")
+    (tmp_path / "b.json").write_text(json.dumps([record]))
+    for name in ("a.parquet", "b.json"):
+        with pytest.raises(DataError, match=advice):
+            read(tmp_path / name)
+    if "chat" in advice:
+        with pytest.raises(DataError, match=r"apply_chat_template\(record\['messages'\]"):
+            read(tmp_path / "b.json", text_field="messages")
+
+
 def test_a_byte_order_mark_is_no_text(tmp_path):
     """Windows' editors begin files with one."""
     for name, content in (("a.jsonl", LINES), ("b.json", LINES), ("c.txt", "Ünicode")):
@@ -114,6 +161,40 @@ def test_folders_and_globs_are_read_in_order(tmp_path):
     assert [d.text for d in read(tmp_path)] == ["B", "A"]
     assert [d.text for d in read(tmp_path / "*.TXT")] == ["B"]
     assert [d.text for d in read(tmp_path / "**" / "*.txt")] == ["A"]
+
+
+def test_a_name_that_is_there_is_no_glob(tmp_path):
+    for name in ("data[1].txt", "data1.txt", "[a]/x.txt", "a/x.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    for name, expected in (
+        ("data[1].txt", "data[1].txt"),
+        ("[a]", "[a]/x.txt"),
+        ("[ab]/*.txt", "a/x.txt"),
+        ("data[12].txt", "data1.txt"),
+    ):
+        assert [d.text for d in read(tmp_path / name)] == [expected]
+
+
+def test_links_are_followed_by_folders_and_globs_alike(tmp_path):
+    """Large texts lie on other disks; and a link may lead back to where it is."""
+    source, elsewhere = tmp_path / "source", tmp_path / "elsewhere"
+    (elsewhere / "deep" / ".hidden").mkdir(parents=True)
+    source.mkdir()
+    for place in (source, elsewhere, elsewhere / "deep", elsewhere / "deep" / ".hidden"):
+        (place / "text.txt").write_text(place.name)
+    (source / "linked").symlink_to(elsewhere)
+    (source / "also").symlink_to(elsewhere)
+    # With two links back, a search that follows them again would not end.
+    for name in ("back", "up"):
+        (elsewhere / "deep" / name).symlink_to(source)
+    for asked in (source, source / "**", source / "**" / "*.txt", source / "**/deep/../**/*.txt"):
+        texts = [d.text for d in read(asked)]
+        assert sorted(texts) == ["deep", "elsewhere", "source"], asked
+    assert read(source) == read(source / "**" / "*.txt")
+    ids = [document.id for document in read(source)]
+    assert ids[0] == str(source / "also" / "deep" / "text.txt")
+    assert [d.text for d in read(source / "linked" / "*.txt")] == ["elsewhere"]
 
 
 def test_what_is_hidden_in_a_folder_is_read_if_named_alone(tmp_path, caplog, monkeypatch):

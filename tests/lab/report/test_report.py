@@ -3,7 +3,6 @@
 import json
 import random
 import re
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +44,7 @@ def page(html):
 
 
 def test_the_page_needs_nothing_from_outside_and_is_small(html, page):
+    assert page.references
     assert all(reference.startswith(("#", "data:")) for reference in page.references)
     assert len(html) < 300_000
     assert not re.search(r"url\((?!#)|@import|<script|stylesheet", html)
@@ -332,9 +332,17 @@ def test_a_damaged_result_is_named_or_drawn(tmp_path, undrawn, seed):
     bad = [CONTENT, {"results": seeds}, {"results": [passkey("a", 64, 2)]}, harness, run, angles]
     bad.append({"results": [bench(1.0), bench(2.0, 16)]})
     path = tmp_path / "results.json"
-    path.write_text(json.dumps(mutated(bad[seed % len(bad)], random.Random(seed))))
-    with suppress(UserError):
-        build_report(read_results([path]))
+    content = bad[seed % len(bad)]
+    path.write_text(json.dumps(content))
+    assert "<table" in build_report(read_results([path]))
+    path.write_text(json.dumps(mutated(content, random.Random(seed))))
+    try:
+        page = build_report(read_results([path]))
+    except UserError as error:
+        said = str(error)
+        assert str(path) in said or "neither results nor training curves" in said
+    else:
+        assert "</html>" in page
 
 
 def test_a_number_that_no_float_holds_is_named():

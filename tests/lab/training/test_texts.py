@@ -94,7 +94,6 @@ def test_recall_takes_its_share_of_the_blocks_of_a_text(text_folder, tokenizer):
 
 
 def test_a_stream_in_a_mixture_is_read_as_far_as_its_share_needs(sources, tokenizer, tmp_path):
-    pytest.importorskip("datasets")
     folder = tmp_path / "dataset"
     folder.mkdir()
     lines = [json.dumps({"text": some_text(100, seed=i)}) for i in range(100)]
