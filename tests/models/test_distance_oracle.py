@@ -116,7 +116,9 @@ def operator_error(seed: int) -> float:
     kind = draw.choice(MAPS[1:] if width == 16 or form != "slack" else ["none"])
     queries = draw.choice([keys, keys, max(1, keys // 2), 1])
     distance_map = random_map(draw, kind, width // 2)
-    q, t, v = operands(batch=BATCH, queries=queries, keys=keys, value_width=12, free=free, seed=seed)
+    q, t, v = operands(
+        batch=BATCH, queries=queries, keys=keys, value_width=12, free=free, seed=seed
+    )
     interleaved = draw.random() < 0.5
     rotation = Rotation(width, BASE, temperature=draw.choice([None, 6]), distance_map=distance_map)
     where = draw.choice(["default", "consecutive", "gaps", "repeats", "by row"])
@@ -185,7 +187,9 @@ def random_case(draw: random.Random, ids: Tensor, piecewise: bool) -> Case:
         return Case(ids, places, places, real, causal, real.bool())
     if kind == "branches":
         places = positions_of(draw, "repeats", length)
-        shared = int((places[0].diff() != 1).nonzero()[0]) + 1 if (places[0].diff() != 1).any() else 0
+        shared = (
+            int((places[0].diff() != 1).nonzero()[0]) + 1 if (places[0].diff() != 1).any() else 0
+        )
         begins = int(places[0, shared]) if shared else length
         branch = torch.tensor([0 if i < begins else 1 + (i >= shared) for i in range(length)])
         together = (branch[:, None] == branch) | (branch[None, :] == 0)
