@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 from contextlib import suppress
+from doctest import DocTestFinder, DocTestRunner
 from itertools import cycle, product
 from pathlib import Path
 from typing import get_args
@@ -209,6 +210,11 @@ def test_every_name_has_a_row_and_every_row_a_name():
     assert list(METHODS) == list(get_args(MethodName))
     for row in METHODS.values():
         assert row.name == "none" or ("20" in row.source and row.needs and row.engines)
+
+
+def test_the_example_of_the_docstring_runs():
+    (example,) = DocTestFinder().find(extend_context, globs={"extend_context": extend_context})
+    assert DocTestRunner().run(example).failed == 0 < len(example.examples)
 
 
 def test_the_page_has_every_method_with_its_options_and_engines():

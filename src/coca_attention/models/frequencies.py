@@ -92,9 +92,10 @@ class StockRule(Rule):
                     f"longrope needs one divisor per rotary pair, {width // 2} of them; got "
                     f"{len(found)}"
                 )
-        return _theta(
+        found = _computed(
             self.kind, self.parameters, self.training_length, self.length, width, float(base)
         )
+        return found[0]
 
     @property
     def magnitude(self) -> float:
@@ -138,7 +139,8 @@ class StockRule(Rule):
 Parameters = tuple[tuple[str, Any], ...]
 
 
-def _stock(
+@torch.compiler.assume_constant_result
+def _computed(
     kind: str,
     parameters: Parameters,
     training_length: int,
@@ -146,7 +148,10 @@ def _stock(
     width: int,
     base: float,
 ) -> tuple[Tensor, float]:
-    """What Transformers' function returns for a model with one head of a width, in float64."""
+    """What Transformers' function returns for a model with one head of a width, in float64.
+
+    A constant for torch.compile, which traces no such mode.
+    """
     config = SimpleNamespace(
         head_dim=width,
         max_position_embeddings=training_length,
@@ -183,25 +188,12 @@ class _Wide(TorchFunctionMode):
 
 
 @torch.compiler.assume_constant_result
-def _theta(
-    kind: str,
-    parameters: Parameters,
-    training_length: int,
-    length: int | None,
-    width: int,
-    base: float,
-) -> Tensor:
-    """Frequencies (P,), which torch.compile takes for a constant: it traces no such mode."""
-    return _stock(kind, parameters, training_length, length, width, base)[0]
-
-
-@torch.compiler.assume_constant_result
 def _magnitude(kind: str, parameters: Parameters, training_length: int) -> float:
-    """The factor on cos and sin, which depends on no width; for torch.compile a constant."""
     return _kept_magnitude(kind, parameters, training_length)
 
 
 @lru_cache(maxsize=64)
 def _kept_magnitude(kind: str, parameters: Parameters, training_length: int) -> float:
+    """The factor on cos and sin, which depends on no width, and every pass asks for."""
     pairs = len(dict(parameters).get("long_factor", (1.0, 1.0)))
-    return _stock(kind, parameters, training_length, 1, 2 * pairs, 10000.0)[1]
+    return _computed(kind, parameters, training_length, 1, 2 * pairs, 10000.0)[1]

@@ -417,7 +417,8 @@ def extend_context(
     """
     row = method_named(method)
     if not row.folder:
-        raise UserError(f"method {method} is for one text at a time: no model is saved with it")
+        why = "changes nothing" if row.changes == "nothing" else "depends on the text that is read"
+        raise UserError(f"method {method} {why}: no model is saved with it")
     length, to = extended_lengths(model.config, to, length, row)
     restore = _snapshot(model)
     try:

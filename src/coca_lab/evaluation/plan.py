@@ -68,6 +68,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.scalings is not None:
+            if self.methods != [ModelsMethod()]:
+                raise UserError("scalings is the old name of methods: leave it out")
             translated = methods_of_scalings(self.scalings)
             self.methods = checked(ModelsMethods, {"methods": translated}).methods
             self.scalings = None

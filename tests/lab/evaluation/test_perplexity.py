@@ -211,6 +211,21 @@ def test_a_method_reaches_the_model_is_reported_and_taken_back(monkeypatch):
     assert model.config.rope_parameters == own
 
 
+def test_a_method_with_options_reads_a_vanilla_model_and_leaves_it():
+    model, documents = tiny_model("llama-rope"), random_documents(120, 120)
+    read, found = {str(settings()): documents}, {}
+    for options in ({}, {"near": 16}):
+        method = MethodSettings("limited", 4.0, options)
+        measured = measure_perplexity(Model(model, None, "m", texts=read), settings(), method)
+        cells = finish(measured, Engine())
+        found[cells[0]["scaling"]] = [cell["nats"] for cell in cells]
+        assert "distance_map" in cells[0]["rope_parameters"]
+    plain = [cell["nats"] for cell in evaluate_perplexity(model, documents, settings())]
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert found["limited"][:2] == pytest.approx(plain[:2]) != found["limited (near=16)"][:2]
+    assert found["limited"][2] != pytest.approx(plain[2])
+
+
 def test_models_of_other_kinds_are_evaluated_too():
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 1, "n_head": 2}
     documents = random_documents(120, 120)
