@@ -23,8 +23,13 @@ def write_public(case, folder):
     folder.mkdir(parents=True)
     text = json.dumps(case["config"])
     (folder / "config.json").write_text(text)
-    if case["files"] == "config":  # it has to be refused before
-        save_file({"any": torch.zeros(2)}, folder / "model.safetensors", {"format": "pt"})
+    if case["files"] == "config":
+        tensors = {"any": torch.zeros(2)}  # it has to be refused before
+        if "quantization_config" in case["config"]:
+            plain = {n: x for n, x in case["config"].items() if n != "quantization_config"}
+            config = AutoConfig.for_model(**plain)
+            tensors = packed(AutoModelForCausalLM.from_config(config).state_dict())
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         return
     config, made = AutoConfig.from_pretrained(folder), class_of(case)
     model = made(config) if made is not AutoModelForCausalLM else made.from_config(config)
@@ -42,6 +47,21 @@ def write_public(case, folder):
     _add_tensors(case, folder, model)
     if case["files"] == "bin":
         torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+
+
+def packed(tensors):
+    """Tensors as AWQ writes them: matrices of layers in three each, others as they are."""
+    found = {}
+    for name, tensor in tensors.items():
+        base, _, end = name.rpartition(".")
+        if tensor.dim() < 2 or end != "weight" or "embed" in name or "lm_head" in name:
+            found[name] = tensor.clone()
+            continue
+        width, rows = tensor.shape[1], tensor.shape[0]
+        found[f"{base}.qweight"] = torch.ones(width, rows // 8, dtype=torch.int32)
+        found[f"{base}.qzeros"] = torch.ones(1, rows // 8, dtype=torch.int32)
+        found[f"{base}.scales"] = torch.ones(1, rows, dtype=torch.float16)
+    return found
 
 
 def _add_tensors(case, folder, model):

@@ -26,17 +26,18 @@ LIBRARY = {
 }
 LOOSE = {
     "arguments", "engine", "environment", "files", "fingerprints", "intervals", "loading",
-    "old_names", "store",
+    "old_names", "store", "weights",
 }  # fmt: skip
 LABORATORY = {
     "__init__": {"cli"},
     **dict.fromkeys(("arguments", "environment", "files", "intervals", "lm_eval"), frozenset()),
     "old_names": set(),
-    "store": {"files"},
+    **dict.fromkeys(("store", "weights"), frozenset({"files"})),
     "engine": {"files", "store"},
-    "fingerprints": {"engine", "files"},
+    "fingerprints": {"engine", "files", "weights"},
     **dict.fromkeys(("processes", "cluster"), frozenset({"engine", "files", "store"})),
-    **dict.fromkeys(("loading", "generation", "folders", "data", "report"), LOOSE),
+    **dict.fromkeys(("loading", "generation", "data", "report"), LOOSE),
+    "folders": {*LOOSE, "data"},
     "recipe_sections": {*LOOSE, "data"},
     "recipe": {*LOOSE, "data", "recipe_sections"},
     "training": {*LOOSE, "folders", "data", "generation", "recipe", "recipe_sections"},

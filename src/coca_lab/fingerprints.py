@@ -23,6 +23,7 @@ from transformers.utils import cached_file
 from coca_attention.errors import UserError
 from coca_lab.engine import EXTENSIONS
 from coca_lab.files import cache_folder, find_model, write_text
+from coca_lab.weights import SAFE_WEIGHTS_INDEX_NAME, indexed_files
 
 RECORDS = (
     "conversion.json", "inputs.json", "stage.json", "start.json", "text.json", "training.json",
@@ -32,7 +33,7 @@ SETTLED = 2 * 10**9
 """Nanoseconds after which a file that is written again has another time of change, on any disk."""
 MEASURING = (
     "analysis", "data", "evaluation", "fingerprints.py", "generation.py", "intervals.py",
-    "loading.py",
+    "loading.py", "weights.py",
 )  # fmt: skip
 """What measured values depend on in this package, beside all of the library."""
 PACKAGES = ("torch", "transformers", "tokenizers")
@@ -91,16 +92,19 @@ def model_fingerprint(path: str | Path) -> str:
         except OSError as error:
             raise UserError(f"{path}: no model could be loaded: {error}") from error
         return f"{place.path} {Path(str(found)).parent.name}"
-    return files_fingerprint(
-        [
-            file
-            for file in sorted(folder.iterdir())
-            if file.is_file()
-            and file.name not in RECORDS
-            and file.suffix not in (".md", ".yaml")
-            and not file.name.startswith(".")
-        ]
-    )
+    files = {
+        file
+        for file in folder.iterdir()
+        if file.is_file()
+        and file.name not in RECORDS
+        and file.suffix not in (".md", ".yaml")
+        and not file.name.startswith(".")
+    }
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if index in files:
+        named = {folder / name for name in indexed_files(index)}  # it may be in folders below
+        files |= {file for file in named if file.is_file()}
+    return files_fingerprint(sorted(files))
 
 
 def code_fingerprint(*functions: Callable[..., Any]) -> str:

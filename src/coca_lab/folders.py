@@ -14,7 +14,8 @@ import torch
 import yaml
 from huggingface_hub import ModelCard, ModelCardData, snapshot_download
 from huggingface_hub.utils import HFValidationError, validate_repo_id
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from coca_attention import __version__
 from coca_attention.errors import UserError, install, published_at
@@ -30,14 +31,33 @@ from coca_attention.models.configuration import (
 from coca_attention.models.conversion import Conversion, convert, load_original
 from coca_attention.models.methods import extend_context, extended_lengths, method_named
 from coca_attention.ops import DistanceMap
+from coca_lab.data import load_tokenizer
+from coca_lab.data.text import TOKENIZER_FILES
 from coca_lab.files import belongs_to, check_can_be_written, find_model, known_problem, writing
-from coca_lab.loading import load_model, model_without_weights, no_progress_bars, weight_files
+from coca_lab.loading import (
+    check_no_adapter,
+    check_safetensors,
+    load_model,
+    model_without_weights,
+    no_progress_bars,
+)
+from coca_lab.weights import (
+    MODELOPT,
+    check_belongs,
+    copy_weights,
+    is_finite,
+    kept_apart,
+    quantised_by,
+    weight_files,
+)
 
 log = logging.getLogger(__name__)
 
 UNTRAINED = "The conversion changed what the model computes: train it further before you use it."
 CARD = "README.md"
 LICENSES = ("LICENSE*", "LICENSES/*", "NOTICE*", "USE_POLICY*")
+READ = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*_templates/*")
+"""Patterns of the files of a model that get into a new folder, as they are or as part of others."""
 PIPELINES = {
     "CausalLM": "text-generation",
     "MaskedLM": "fill-mask",
@@ -82,6 +102,7 @@ def convert_folder(
                 "an original checkpoint has the slack form and its own T projection: omit --form, "
                 "--free-pairs, --roles, --near and --length"
             )
+        check_no_adapter(source)
         model = load_original(source, dtype=None if dtype == "auto" else getattr(torch, dtype))
         model.config.kv_cache = wanted.kv_cache
     else:
@@ -116,8 +137,10 @@ def extend_folder(
     model = model_without_weights(source, "auto", any_head=True)
     row = method_named(method)
     length, to = extended_lengths(model.config, to, length, row)
+    # Where a head is separate that config.json calls tied, it takes loading to see which is right.
+    apart = kept_apart(model) and quantised_by(source, model.config) is None
     extend_context(model, method, to=to, length=length, **options)
-    kept = row.changes == "frequencies" and dtype == "auto"
+    kept = row.changes == "frequencies" and dtype == "auto" and not apart
     if not kept:
         model = load_model(source, dtype=dtype, device="cpu", any_head=True)
         extend_context(model, method, to=to, length=length, **options)
@@ -132,7 +155,11 @@ def extend_folder(
 
 
 def new_folder(source: str | Path, target: str | Path) -> Path:
-    """The full path of a folder to write; UserError unless it may be written."""
+    """The full path of a folder to write.
+
+    Raises:
+        UserError: Unless it may be written, and the source has all files itself that it gets.
+    """
     target = Path(target).resolve()
     if target in (Path.cwd(), *Path.cwd().parents):
         raise UserError(f"{target} is or contains the current folder: name a new folder")
@@ -140,8 +167,21 @@ def new_folder(source: str | Path, target: str | Path) -> Path:
         raise UserError(
             f"{target} is inside the source, which must not change: name another folder"
         )
+    check_own_files(source)
     check_can_be_written(target)
     return target
+
+
+def check_own_files(source: str | Path) -> None:
+    """Raise UserError if a model's folder has a link to a file elsewhere that would be written.
+
+    Folders that are made from it may be published, and what the link leads to with them.
+    """
+    folder = Path(source).expanduser()
+    licenses = {file for pattern in LICENSES for file in folder.glob(pattern)}  # `copy_licenses`
+    for pattern in READ:
+        for file in sorted({*folder.glob(pattern)} - licenses):
+            check_belongs(folder, file)
 
 
 @contextmanager
@@ -158,30 +198,16 @@ def writing_model(
     kept are copied from the source, and the model may have none.
     """
     for name, weight in () if keep_weights else model.named_parameters():
-        if not torch.isfinite(weight).all():
+        if not is_finite(weight):
             raise UserError(f"{source}: {name} has values that are not finite: it is damaged")
     try:
         with writing(target) as partial:
             if keep_weights:
-                model.config.save_pretrained(partial)
-                for file in weight_files(source):
-                    shutil.copyfile(file, partial / file.name)
+                _copy_model(model.config, source, partial)
             else:
                 with no_progress_bars():
                     model.save_pretrained(partial)
-            try:
-                place = find_model(source)
-                tokenizer = AutoTokenizer.from_pretrained(
-                    place.path, revision=place.revision, trust_remote_code=False
-                )
-            except (OSError, ValueError, KeyError):
-                tokenizer = None
-                log.warning(
-                    "%s has no tokenizer that can be loaded, so %s has none", source, target
-                )
-            if tokenizer is not None:
-                tokenizer.model_max_length = max(tokenizer.model_max_length, longest)
-                tokenizer.save_pretrained(partial)
+            _write_tokenizer(source, partial, longest)
             yield partial
     except UserError:
         raise
@@ -199,6 +225,42 @@ def _kind_of_map(distance_map: DistanceMap | None) -> str:
     if distance_map.is_limit:
         return "limited"
     return "shifted" if distance_map.shares_keys else "leaky"
+
+
+def _copy_model(config: PreTrainedConfig, source: str | Path, folder: Path) -> None:
+    """Write a configuration beside the weights and settings of its source."""
+    config.save_pretrained(folder)
+    place = find_model(source)
+    check_safetensors(place.path)
+    for name, file in weight_files(place).items():
+        copy_weights(file, folder / name)
+    for name in (GENERATION_CONFIG_NAME, MODELOPT):
+        found = cached_file(
+            place.path,
+            name,
+            revision=place.revision,
+            _raise_exceptions_for_missing_entries=False,
+        )
+        if found is not None:
+            shutil.copyfile(found, folder / name)
+
+
+def _write_tokenizer(source: str | Path, folder: Path, longest: int) -> None:
+    """Write the source's tokenizer for texts of a length in tokens; unread, as it is."""
+    theirs = Path(find_model(source).path)
+    patterns = (*TOKENIZER_FILES, "*.jinja")
+    files = [file for pattern in patterns for file in theirs.glob(pattern)]
+    try:
+        tokenizer = load_tokenizer(source)
+    except UserError as error:
+        copied = [file for file in files if file.is_file()]
+        for file in copied:
+            shutil.copyfile(file, folder / file.name)
+        done = "its files are copied as they are" if copied else "the new folder has none, too"
+        log.warning("%s; %s", error, done)
+        return
+    tokenizer.model_max_length = max(tokenizer.model_max_length, longest)
+    tokenizer.save_pretrained(folder)
 
 
 def write_card(

@@ -8,24 +8,30 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import (
-    GENERATION_CONFIG_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    cached_file,
-)
+from transformers.utils import find_adapter_config_file
 from transformers.utils import logging as transformers_logging
 
 from coca_attention.errors import UserError
 from coca_attention.models.fused import use_fused_attention
-from coca_lab.files import Place, belongs_to, find_model, read_json
+from coca_lab.files import Place, find_model
+from coca_lab.weights import (
+    MODELOPT,
+    check_are_numbers,
+    check_loaded,
+    model_of_headers,
+    quantised_by,
+    tensor_headers,
+    tie_as_loaded,
+    weight_files,
+)
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +42,8 @@ INSTEAD = {
     "checkpoint-*": "it has checkpoints, such as {}: name one of them",
 }
 """What to do with folders that are no model's, by a file in them."""
+READING = "transformers.modeling_utils"
+"""Transformers' logger of what it finds in weight files, which is told here in one line."""
 
 
 @contextmanager
@@ -53,13 +61,16 @@ def no_progress_bars() -> Iterator[None]:
 @contextmanager
 def without_warnings(logger: str) -> Iterator[None]:
     """Hide what a logger of Transformers would warn of, where that is on purpose."""
+
+    def is_error(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
     theirs = logging.getLogger(logger)
-    level = theirs.level
-    theirs.setLevel(logging.ERROR)
+    theirs.addFilter(is_error)  # by its level, Transformers decides what else to look at
     try:
         yield
     finally:
-        theirs.setLevel(level)
+        theirs.removeFilter(is_error)
 
 
 def load_model(
@@ -69,7 +80,7 @@ def load_model(
     device: str | None = None,
     any_head: bool = False,
 ) -> PreTrainedModel:
-    """Load a causal language model in evaluation mode; UserError unless all its weights are there.
+    """Load a causal language model in evaluation mode.
 
     Args:
         path: Folder of a Transformers model, or on the Hub ``NAME`` or ``NAME@REVISION``.
@@ -77,6 +88,10 @@ def load_model(
         device: ``cpu``, ``cuda``, …; ``auto`` spreads layers over all accelerators, and what does
             not fit over the CPU's memory. Default: the accelerator if available.
         any_head: Load the class that was saved, for example a sequence classifier.
+
+    Raises:
+        UserError: Unless the files have all tensors of the model that the configuration describes,
+            and no others (`model_without_weights`).
     """
     # With a device map, tensors are read one by one onto their device and in their dtype: memory
     # holds no second copy of the model, and a GPU's model is never in the CPU's memory.
@@ -85,25 +100,28 @@ def load_model(
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = accelerator.type if accelerator is not None else "cpu"
     device_map: str | torch.device = "auto" if device == "auto" else usable_device(device)
-    with _naming(path) as place, no_progress_bars():
-        _, auto = _config_and_class(place, any_head)
-        _check_safetensors(place.path)
+    with _naming(path) as place, no_progress_bars(), without_warnings(READING):
+        check_safetensors(place.path)
+        config, auto = _config_and_class(place, any_head)
+        _check_can_be_read(place, config)
         loaded: Any = auto.from_pretrained(
             place.path,
             revision=place.revision,
             device_map=device_map,
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
+            ignore_mismatched_sizes=True,  # reported below
             output_loading_info=True,
             use_safetensors=True,
             trust_remote_code=False,
         )
     model, info = use_fused_attention(loaded[0]), loaded[1]
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise UserError(
-            f"{path}: {len(missing)} of the model's tensors are missing from the weight files, for "
-            f"example {missing[0]}, and would be random"
-        )
+    if getattr(model, "_hf_peft_config_loaded", False):  # of the Hub, which alone had it before
+        check_no_adapter(path)
+    if getattr(model, "hf_quantizer", None) is not None:  # which renames what it packed
+        info = {**info, "unexpected_keys": ()}
+    check_loaded(path, info)
+    tie_as_loaded(model)
+    vars(model.config).pop("auto_map", None)  # names code of the folder, which is never run
     model.eval()
     count = sum(parameter.numel() for parameter in model.parameters())
     log.info("%s: %s, %s parameters on %s", path, type(model).__name__, f"{count:,}", device)
@@ -121,17 +139,74 @@ def usable_device(name: str) -> torch.device:
 def model_without_weights(
     path: str | Path, dtype: str = "float32", *, any_head: bool = False
 ) -> PreTrainedModel:
-    """A model on the meta device, to find out in a moment whether it can be loaded and used."""
+    """A model on the meta device, to find out in a moment whether it can be loaded and used.
+
+    Args:
+        path: Folder of a Transformers model, or on the Hub ``NAME`` or ``NAME@REVISION``.
+        dtype: As for `load_model`.
+        any_head: As for `load_model`.
+
+    Raises:
+        UserError: If the files that are here have not all tensors of the model, or others, or
+            tensors of other shapes; if they are damaged, or there is an adapter beside them. What
+            a name has on the Hub alone is checked when it is loaded.
+    """
     path = str(path)
-    with _naming(path) as place:
+    kind = "auto" if dtype == "auto" else getattr(torch, dtype)
+    with _naming(path) as place, no_progress_bars(), without_warnings(READING):
         config, auto = _config_and_class(place, any_head)
-        for file in sorted(Path(place.path).glob("*.safetensors")):
-            with safe_open(file, "pt"):  # checks the size
-                pass
         with torch.device("meta"):
-            model: Any = auto.from_config(config, trust_remote_code=False)
-    kind = config.dtype if dtype == "auto" else getattr(torch, dtype)
-    return model.to(kind or torch.float32).eval()
+            made: Any = auto.from_config(config, trust_remote_code=False)
+        tensors = tensor_headers(weight_files(place, download=False))
+        model = model_of_headers(path, made, tensors, kind) if tensors else None
+    if model is None:
+        model = made.to((config.dtype or torch.float32) if kind == "auto" else kind)
+    vars(model.config).pop("auto_map", None)
+    return model.eval()
+
+
+def check_no_adapter(path: str | Path | Place) -> None:
+    """Raise UserError if there is an adapter beside a model in its folder."""
+    place = path if isinstance(path, Place) else find_model(path)
+    is_folder = Path(place.path).is_dir()
+    found = find_adapter_config_file(
+        place.path, revision=place.revision, local_files_only=not is_folder
+    )
+    if found is not None:
+        raise UserError(
+            f"{place.path}: it has an adapter (adapter_config.json) beside the model, which some "
+            "programs apply and others do not: merge it into the model (merge_and_unload in PEFT) "
+            "and save that, or remove the adapter's files"
+        )
+
+
+def check_not_quantised(path: str | Path) -> None:
+    """Raise UserError if a model's weights are quantised, before anything else of it is read.
+
+    Training starts from numbers.
+    """
+    with _naming(str(path)) as place:
+        config = AutoConfig.from_pretrained(
+            place.path, revision=place.revision, trust_remote_code=False
+        )
+        method = quantised_by(path, config)
+    if method is not None:
+        raise UserError(
+            f"{path}: its weights are quantised ({method}), and cannot be trained: start from the "
+            "model in full precision"
+        )
+
+
+def _check_can_be_read(place: Place, config: PreTrainedConfig) -> None:
+    """Raise UserError for quantised weights that Transformers would take for numbers."""
+    if getattr(config, "quantization_config", None) is not None:
+        return
+    if quantised_by(place, config) is not None:
+        raise UserError(
+            f"{place.path}: its weights are quantised as {MODELOPT} says, which Transformers does not "
+            "read: load the model in full precision, or run it in vLLM or SGLang"
+        )
+    check_are_numbers(place.path, tensor_headers(weight_files(place, download=False)))
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -177,6 +252,7 @@ def _naming(path: str) -> Iterator[Place]:
 def _config_and_class(place: Place, any_head: bool) -> tuple[Any, Any]:
     """A model's configuration, and the Auto class of a language model, or of the head it names."""
     path = place.path
+    check_no_adapter(place)
     config = AutoConfig.from_pretrained(path, revision=place.revision, trust_remote_code=False)
     task = (config.architectures or [""])[0].partition("For")[2] if any_head else ""
     auto = getattr(transformers, f"AutoModelFor{task}", AutoModelForCausalLM)
@@ -198,42 +274,13 @@ def _config_and_class(place: Place, any_head: bool) -> tuple[Any, Any]:
     return config, auto
 
 
-def weight_files(path: str | Path) -> list[Path]:
-    """The files of a model's weights with their index, and its generation_config.json if any.
-
-    UserError unless they are safetensors in its folder.
-    """
-
-    def file(name: str, needed: bool) -> list[Path]:
-        found = cached_file(
-            place.path,
-            name,
-            revision=place.revision,
-            _raise_exceptions_for_missing_entries=needed,
-        )
-        return [Path(found)] if found else []
-
-    with _naming(str(path)) as place:
-        _check_safetensors(place.path)
-        weights = file(SAFE_WEIGHTS_NAME, False)
-        if not weights:
-            weights = file(SAFE_WEIGHTS_INDEX_NAME, True)
-            names = sorted(set(read_json(weights[0])["weight_map"].values()))
-            weights += [each for name in names for each in file(Path(name).name, True)]
-        files = weights + file(GENERATION_CONFIG_NAME, False)
-    for each in files:
-        if not belongs_to(each.parent, each):
-            raise UserError(f"{each} is a link out of the model's folder")
-    return files
-
-
-def _check_safetensors(path: str) -> None:
+def check_safetensors(path: str | Path) -> None:
     """Raise UserError if a folder has its weights in another format alone."""
     folder = Path(path)
     if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
         raise UserError(
             f"{path}: its weights are .bin files, which can contain code and are not read: write "
-            f"them as safetensors, by AutoModelForCausalLM.from_pretrained({path!r})"
+            f"them as safetensors, by AutoModelForCausalLM.from_pretrained({str(path)!r})"
             ".save_pretrained(FOLDER) in Python, and copy its tokenizer"
         )
 
@@ -241,9 +288,5 @@ def _check_safetensors(path: str) -> None:
 def _brief(error: Exception) -> str:
     if isinstance(error, KeyError):
         return f"Transformers {transformers.__version__} does not know, or does not find, {error}"
-    if "ignore_mismatched_sizes" in str(error):
-        return (
-            "weights have other shapes than its configuration says; Transformers lists them above"
-        )
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) < 300 else text[:300] + " …"

@@ -70,7 +70,7 @@ def test_a_folder_without_a_tokenizer_is_copied_with_a_warning(source, tmp_path,
     for path in source.glob("tokenizer*"):
         path.unlink()
     convert_folder(source, tmp_path / "target", form="strict")
-    assert any("has no tokenizer that can be loaded" in text for text in caplog.messages)
+    assert any("the folder has no tokenizer: copy" in text for text in caplog.messages)
 
 
 def test_a_card_says_where_the_package_is_published(source, tmp_path, monkeypatch):

@@ -24,8 +24,10 @@ from coca_attention.models import Roles, set_rotary_scaling
 from coca_attention.testing import difference, logits, some_tokens
 from coca_lab.cli import main
 from coca_lab.export import as_native, fold_context
+from coca_lab.export.llama_cpp import serve
 from coca_lab.files import known_problem
 from coca_lab.loading import load_model
+from commands import post
 from families import vanilla
 from natives import KINDS, LENGTH, ROLES, VOCABULARY, cohere, exported, made, roles, saved
 
@@ -266,3 +268,49 @@ def test_a_full_disk_while_a_file_is_written_is_named():
     with open("/dev/full", "wb") as full, pytest.raises(OSError) as caught:
         np.zeros(100_000).tofile(full)
     assert "free disk space" in known_problem(caught.value)
+
+
+SETTINGS = {
+    "eos_token_id": [0, 7, 9], "do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8,
+    "repetition_penalty": 1.1,
+}  # fmt: skip
+
+
+def with_settings(folder, **changes):
+    """A source whose texts end at several tokens, and which says how to draw them."""
+    path = saved(roles(), folder) / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | SETTINGS | changes))
+    return folder
+
+
+def test_settings_of_generation_are_those_of_the_source(tmp_path):
+    target = exported(with_settings(tmp_path / "model"), tmp_path / "native")
+    written = json.loads((target / "generation_config.json").read_text())
+    assert {name: written[name] for name in SETTINGS} == SETTINGS
+
+
+def test_llama_cpp_stops_and_draws_as_the_source_says(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    target = exported(with_settings(tmp_path / "model"), tmp_path / "native", "--gguf")
+    file = target / "native.gguf"
+    fields = {n: field.contents() for n, field in gguf.GGUFReader(file).fields.items()}
+    ends = [fields[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eot", "eom")]
+    end = AutoTokenizer.from_pretrained(target).eos_token_id
+    assert ends[0] == end and set(ends) == {0, 7, 9}
+    drawn = {name: fields[f"general.sampling.{name}"] for name in ("temp", "top_k", "top_p")}
+    assert drawn == pytest.approx({"temp": 0.7, "top_k": 20, "top_p": 0.8})
+    assert fields["general.sampling.penalty_repeat"] == pytest.approx(1.1)
+    server = serve(file, 64)
+    for token, most in ((7, 1), (9, 1), (11, 5)):
+        likely = {"logit_bias": [[token, 1e4]], "temperature": 0, "return_tokens": True}
+        address = f"{server.listening_address}/completion"
+        answer = post(address, prompt=[40, 41], n_predict=5, **likely)
+        assert answer["tokens_predicted"] == most, token
+
+
+def test_more_ends_than_a_file_has_fields_for_are_refused(tmp_path, capsys):
+    pytest.importorskip("gguf")
+    source = with_settings(tmp_path / "model", eos_token_id=[0, 7, 8, 9])
+    assert main(["export", str(source), str(tmp_path / "native"), "--gguf"]) == 2
+    assert "texts end at 4 tokens" in capsys.readouterr().err
+    assert not (tmp_path / "native").exists()

@@ -15,8 +15,10 @@ from coca_attention.errors import UserError
 from coca_attention.testing import difference, logits, some_tokens
 from coca_lab.cli import main
 from coca_lab.folders import extend_folder
-from coca_lab.loading import weight_files
+from coca_lab.loading import model_without_weights
+from coca_lab.weights import weight_files
 from families import vanilla
+from public_models import packed
 
 PACKED = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
 GGUF_FIELDS = {
@@ -115,17 +117,17 @@ def packed_folder(tmp_path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": PACKED}))
     for file in folder.glob("*.safetensors"):
-        packed = {f"{name}.qweight": x.to(torch.int32) for name, x in load_file(file).items()}
-        save_file(packed, file, metadata={"format": "pt"})
-    assert len(weight_files(folder)) > 3
+        save_file(packed(load_file(file)), file, metadata={"format": "pt"})
+    assert len(weight_files(folder)) == 3
     return folder
 
 
 def test_stock_methods_copy_packed_weights(packed_folder, tmp_path, capsys):
     target = tmp_path / "extended"
-    extend_folder(packed_folder, target, "yarn", to=640)
-    for file in weight_files(packed_folder):
-        assert (target / file.name).read_bytes() == file.read_bytes()
+    assert main(["extend", str(packed_folder), str(target), "--method", "yarn", "--to", "640"]) == 0
+    assert "runs in Transformers, vLLM, SGLang\n" in capsys.readouterr().out
+    for name, file in weight_files(packed_folder).items():
+        assert (target / name).read_bytes() == file.read_bytes()
     config = AutoConfig.from_pretrained(target)
     assert config.rope_parameters["rope_type"] == "yarn" and config.max_position_embeddings == 640
     assert config.quantization_config == PACKED
@@ -142,7 +144,8 @@ def test_packed_weights_are_not_converted(words, packed_folder, tmp_path, capsys
 
 
 def test_weights_are_those_of_the_folder(packed_folder, tmp_path):
-    index, *files, generation = weight_files(packed_folder)
+    index, *files = weight_files(packed_folder).values()
+    generation = packed_folder / "generation_config.json"
     outside = tmp_path / "outside.safetensors"
     settings = shutil.move(generation, tmp_path / "settings.json")
     generation.symlink_to(settings)
@@ -160,3 +163,64 @@ def test_weights_are_those_of_the_folder(packed_folder, tmp_path):
     with pytest.raises(UserError, match=re.escape(outside.name)):
         extend_folder(packed_folder, tmp_path / "extended", "yarn")
     assert not (tmp_path / "extended").exists()
+
+
+def gptq(name, matrix):
+    rows, width = matrix.shape
+    return {
+        f"{name}.qweight": torch.ones(width // 8, rows, dtype=torch.int32),
+        f"{name}.qzeros": torch.ones(1, rows // 8, dtype=torch.int32),
+        f"{name}.scales": torch.ones(1, rows, dtype=torch.float16),
+        f"{name}.g_idx": torch.zeros(width, dtype=torch.int32),
+    }
+
+
+def bitsandbytes(name, matrix):
+    state = {f"{name}.weight.quant_state.bitsandbytes__nf4": torch.ones(8, dtype=torch.uint8)}
+    sizes = {f"{name}.weight.{end}": torch.ones(16) for end in ("absmax", "quant_map")}
+    return {f"{name}.weight": torch.ones(matrix.numel() // 2, 1, dtype=torch.uint8)} | state | sizes
+
+
+def fp8(name, matrix):
+    scale = {f"{name}.weight_scale_inv": torch.ones(1, 1)}
+    return {f"{name}.weight": matrix.to(torch.float8_e4m3fn)} | scale
+
+
+def compressed(name, matrix):
+    return {
+        f"{name}.weight_packed": torch.ones(len(matrix), 4, dtype=torch.int32),
+        f"{name}.weight_scale": torch.ones(len(matrix), 1),
+        f"{name}.weight_shape": torch.tensor(matrix.shape),
+    }
+
+
+WRITERS = {"gptq": gptq, "bitsandbytes": bitsandbytes, "fp8": fp8, "compressed-tensors": compressed}
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3 MoE", "Mixtral", "Phi"])
+@pytest.mark.parametrize("method", WRITERS)
+def test_names_of_packed_weights_are_compared_with_the_model(method, family, tmp_path):
+    """As each quantiser writes them, experts apart, without any of them installed."""
+    model = vanilla(family)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "load_in_4bit": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    file, found = tmp_path / "model.safetensors", {}
+    for name, tensor in load_file(file).items():
+        layer = re.search(r"layers.*(proj|dense|w1|w2|w3|fc\d)\.weight$", name)
+        packed_ones = WRITERS[method](name.removesuffix(".weight"), tensor) if layer else {}
+        found |= packed_ones or {name: tensor}
+    assert len(found) > len(load_file(file))
+
+    def checked(tensors):
+        save_file({name: x.contiguous() for name, x in tensors.items()}, file, {"format": "pt"})
+        return model_without_weights(tmp_path, "auto")
+
+    assert checked(found).num_parameters() == model.num_parameters()
+    fewer = {name: x for name, x in found.items() if "layers.1." not in name}
+    with pytest.raises(UserError, match="tensors are missing"):
+        checked(fewer)
+    more = {n.replace("layers.1.", "layers.9."): x.clone() for n, x in found.items()}
+    with pytest.raises(UserError, match=r"more, for example .*layers\.9\."):
+        checked(found | more)

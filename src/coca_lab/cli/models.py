@@ -33,6 +33,7 @@ from coca_lab.fingerprints import fingerprint
 from coca_lab.folders import convert_folder, extend_folder, new_folder
 from coca_lab.loading import model_without_weights
 from coca_lab.store import Store
+from coca_lab.weights import quantised_by
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +121,8 @@ def extend_command(words: list[str]) -> None:
     _print_training_length(config, wanted.length)
     method = "limited" if wanted.method == "auto" else wanted.method
     given = tuple(sorted(wanted.options.items()))
-    chosen, report = Candidate(method, wanted.near, length, to, given), ""
+    quantised = quantised_by(path, config) or ""
+    chosen, report = Candidate(method, wanted.near, length, to, given, quantised), ""
     if check.check:
         measured = _compare(path, wanted, check, length, to)
         chosen, report = measured.chosen.candidate, measured.markdown()

@@ -5,6 +5,7 @@ import json
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Any Transformers tokenizer, by folder or name; UserError if it cannot be loaded."""
     place = find_model(path)
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer: Any = AutoTokenizer.from_pretrained(
             place.path, revision=place.revision, trust_remote_code=False
         )
     except Exception as error:  # a damaged file raises a plain Exception, among others
@@ -102,8 +103,14 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
                 "tokenizer_config.json from the model that it was made from"
             ) from error
         reason = _damage(folder) or str(error).strip() or type(error).__name__
+        alone = "tokenizer.model" in found and TOKENIZER_JSON not in found
+        if alone and find_spec("sentencepiece") is None:
+            # Transformers then tries tiktoken, and names that.
+            reason = "tokenizer.model needs the package sentencepiece: pip install sentencepiece"
         reason = " ".join(reason.split())[:300]
         raise UserError(f"{path}: no tokenizer could be loaded: {reason}") from error
+    tokenizer.init_kwargs.pop("auto_map", None)  # names code of the folder, which is never run
+    return tokenizer
 
 
 def _damage(folder: Path) -> str | None:

@@ -33,6 +33,7 @@ from coca_lab.evaluation.task import Model
 from coca_lab.fingerprints import code_fingerprint, fingerprint
 from coca_lab.intervals import DocumentScore, paired_ratio_interval
 from coca_lab.intervals import perplexity as perplexity_of
+from coca_lab.weights import quantised_by
 
 SHARES = (1.0, 0.5, 0.25)
 """The limits of distances that are tried, as shares of L."""
@@ -79,6 +80,7 @@ class Candidate:
         length: L, in tokens.
         to: The longest text that is to be read, in tokens.
         options: Other options of the method, by name and value.
+        quantised: How the model's weights are quantised, empty if they are not.
     """
 
     method: Literal["base"] | MethodName = "base"
@@ -86,6 +88,7 @@ class Candidate:
     length: int = 0
     to: int = 0
     options: tuple[tuple[str, Any], ...] = ()
+    quantised: str = ""
 
     @property
     def label(self) -> str:
@@ -100,7 +103,10 @@ class Candidate:
     @property
     def engines(self) -> tuple[str, ...]:
         """What runs a model that is extended like this."""
-        return METHODS["none" if self.method == "base" else self.method].engines
+        engines = METHODS["none" if self.method == "base" else self.method].engines
+        unread = {"": (), "modelopt": ("Transformers", "llama.cpp")}
+        without = unread.get(self.quantised, ("llama.cpp",))  # which reads its own format alone
+        return tuple(name for name in engines if name not in without)
 
     def readings(self, lengths: Sequence[int]) -> list[list[int]]:
         """The lengths that one reading of a text has, for every reading that it takes.
@@ -338,15 +344,16 @@ def check_extensions(
     """
     lengths = check_lengths(settings, length, to)
     limits = [near] if near else [max(1, round(s * length)) for s in SHARES]
-    base = Candidate("base", None, length, to)
+    quantised = quantised_by(model.path, model.module.config) or "" if model.path else ""
+    base = Candidate("base", None, length, to, quantised=quantised)
     given = tuple(sorted((options or {}).items()))
     candidates = [base]
     for method in methods:
         if method != "limited":
             own = near if "near" in METHODS[method].options else None
-            candidates.append(Candidate(method, own, length, to, given))
+            candidates.append(replace(base, method=method, near=own, options=given))
     if "limited" in methods:
-        candidates += [Candidate("limited", limit, length, to) for limit in limits]
+        candidates += [replace(base, method="limited", near=limit) for limit in limits]
     source = TextSettings(
         settings.check,
         settings.text_field,

@@ -36,7 +36,12 @@ from coca_attention.models.configuration import (
 from coca_attention.models.folding import fold_temperature, position_free_queries
 from coca_attention.testing import difference, logits, some_tokens
 from coca_lab.data import load_tokenizer
-from coca_lab.export.gguf_file import check_settings, check_tokenizer, write_gguf
+from coca_lab.export.gguf_file import (
+    check_settings,
+    check_tokenizer,
+    end_tokens,
+    write_gguf,
+)
 from coca_lab.export.llama_cpp import log_probabilities, serve
 from coca_lab.folders import new_folder, write_card, writing_model
 from coca_lab.loading import load_model
@@ -85,6 +90,7 @@ def as_native(model: PreTrainedModel) -> Native:
         sinks = torch.full((config.num_attention_heads,), NO_SINK)
         weights[f"model.layers.{index}.self_attn.sinks"] = sinks
     native.load_state_dict(weights)
+    native.generation_config = copy.deepcopy(model.generation_config)
     use_fused_attention(native)
     return native.eval()
 
@@ -158,6 +164,7 @@ def export_native(
     length: int = config.max_position_embeddings
     if gguf:
         check_settings(config)
+        end_tokens(native.generation_config, source)
     if context is not None:
         for each in {id(x): x for x in (model, native)}.values():  # often one and the same
             fold_context(each, context)

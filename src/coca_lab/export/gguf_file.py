@@ -12,7 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from coca_attention.errors import UserError, install
 from coca_attention.models.configuration import LOCAL
@@ -21,6 +26,10 @@ from coca_lab.export.llama_cpp import package
 
 PRE_TOKENIZERS = {("ByteLevel",): "gpt-2", ("Digits", "ByteLevel"): "smollm"}
 """llama.cpp's names for the splits of byte-level tokenizers, with GPT-2's regular expression."""
+ENDS = ("eos", "eot", "eom")
+"""The fields for tokens at which llama.cpp stops, by role."""
+SAMPLING = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+"""Fields for how llama.cpp draws tokens unless it is told otherwise, by Transformers' names."""
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # token types
 
 
@@ -31,7 +40,8 @@ def write_gguf(model: PreTrainedModel, source: str | Path, path: Path) -> None:
     writer = gguf.GGUFWriter(path, config.model_type)  # llama.cpp has Transformers' names
     writer.add_name(path.stem)
     _add_settings(writer, config)
-    _add_tokenizer(writer, source, config.vocab_size)
+    _add_tokenizer(writer, source, config.vocab_size, model.generation_config)
+    _add_sampling(writer, model.generation_config)
     _add_tensors(gguf, writer, model)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -71,6 +81,25 @@ def check_tokenizer(source: str | Path) -> None:
     _package()
     package()
     _pre_tokenizer(load_tokenizer(source))
+
+
+def end_tokens(generation: GenerationConfig, source: str | Path) -> list[int]:
+    """The tokens that end a text: the tokenizer's own, if it does, and then the others.
+
+    Raises:
+        UserError: If there are more than a GGUF file has fields for.
+    """
+    own: Any = load_tokenizer(source).eos_token_id
+    said: Any = generation.eos_token_id
+    every = [own] if said is None else said if isinstance(said, list) else [said]
+    found = sorted({each for each in every if each is not None}, key=lambda each: each != own)
+    if len(found) > len(ENDS):
+        raise UserError(
+            f"{source}: texts end at {len(found)} tokens, and a GGUF file has fields for "
+            f"{len(ENDS)}: leave as many in eos_token_id of generation_config.json, or export "
+            "without --gguf"
+        )
+    return found
 
 
 def _package() -> ModuleType:
@@ -140,7 +169,21 @@ def _interleaved(weight: Tensor, heads: int) -> Tensor:
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
 
 
-def _add_tokenizer(writer: Any, source: str | Path, entries: int) -> None:
+def _add_sampling(writer: Any, generation: GenerationConfig) -> None:
+    """Add how the model is to be sampled, where its settings say so."""
+    if generation.do_sample:
+        for name, field in SAMPLING.items():
+            value = getattr(generation, name)
+            if value is not None:
+                getattr(writer, f"add_sampling_{field}")(value)
+    if generation.repetition_penalty not in (None, 1.0):
+        writer.add_sampling_penalty_repeat(generation.repetition_penalty)
+        writer.add_sampling_penalty_last_n(-1)  # of all tokens, as in Transformers
+
+
+def _add_tokenizer(
+    writer: Any, source: str | Path, entries: int, generation: GenerationConfig
+) -> None:
     """Add the tokenizer, with unused tokens up to the number of the model's embeddings."""
     tokenizer: PreTrainedTokenizerBase = load_tokenizer(source)
     pre_tokenizer, state = _pre_tokenizer(tokenizer), _state(tokenizer)
@@ -155,8 +198,9 @@ def _add_tokenizer(writer: Any, source: str | Path, entries: int) -> None:
     writer.add_token_types([kind for _, kind in tokens])
     merges = [m if isinstance(m, str) else " ".join(m) for m in state["model"]["merges"]]
     writer.add_token_merges(merges)
-    for role in ("bos", "eos", "pad"):
-        index = getattr(tokenizer, f"{role}_token_id")
+    special = dict(zip(ENDS, end_tokens(generation, source), strict=False))
+    special |= {"bos": tokenizer.bos_token_id, "pad": tokenizer.pad_token_id}
+    for role, index in special.items():
         if index is not None:
             getattr(writer, f"add_{role}_token_id")(index)
     begins = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
