@@ -24,6 +24,7 @@ from transformers.utils import (
 from transformers.utils import logging as transformers_logging
 
 from coca_attention.errors import UserError
+from coca_attention.models.conversion import name_separate_head
 from coca_attention.models.fused import use_fused_attention
 from coca_lab.files import Place, belongs_to, find_model, read_json
 
@@ -104,6 +105,7 @@ def load_model(
             f"{path}: {len(missing)} of the model's tensors are missing from the weight files, for "
             f"example {missing[0]}, and would be random"
         )
+    name_separate_head(model)
     model.eval()
     count = sum(parameter.numel() for parameter in model.parameters())
     log.info("%s: %s, %s parameters on %s", path, type(model).__name__, f"{count:,}", device)

@@ -306,7 +306,8 @@ class RecipeTrainer(Trainer):
     def _issue_warnings_after_load(self, load_result: _IncompatibleKeys) -> None:
         """Raise ValueError where Trainer warns: weights that were not read would be random."""
         # Tied weights are saved once, so the others of their names are always missing.
-        tied = getattr(self.model, "all_tied_weights_keys", {})
+        assert self.model is not None  # given to __init__
+        tied = tied_names(self.model)
         missing = [name for name in load_result.missing_keys if name not in tied]
         for name in [*missing, *load_result.unexpected_keys][:1]:
             raise ValueError(f"{name} is in one of checkpoint and model only")
@@ -321,7 +322,7 @@ class RecipeTrainer(Trainer):
         self._check_finite()
         weights: Any = self.accelerator.get_state_dict(self.model)
         # Gathered or cast they no longer share memory, so tied ones would be saved twice.
-        tied: Any = getattr(model, "all_tied_weights_keys", {})
+        tied = tied_names(model)
         weights = {name: weight for name, weight in weights.items() if name not in tied}
         weights = weights if dtype is None else _cast(weights, dtype)
         if not self.is_world_process_zero():
@@ -384,6 +385,14 @@ class RecipeTrainer(Trainer):
         """The last checkpoint of the run, for error messages."""
         last = last_checkpoint(Path(str(self.args.output_dir)))
         return f"the last good checkpoint is {last}" if last else "no checkpoint was saved yet"
+
+
+def tied_names(model: nn.Module) -> set[str]:
+    """Names of weights that are another one's tensor, under whose name it is saved."""
+    # A configuration may say that two are tied which are not.
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    return {name for name in tied if name in weights and weights[name] is weights.get(tied[name])}
 
 
 def _cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -197,6 +197,58 @@ def test_adapters_train_resume_and_are_merged(base, text_folder, tmp_path):
     assert 0 < summary["trained"] < 0.5 * summary["parameters"]
 
 
+@pytest.fixture(scope="module")
+def separate(base, tmp_path_factory):
+    """A model whose head is its own although its configuration says that it is the embeddings."""
+    folder = shutil.copytree(base, tmp_path_factory.mktemp("separate") / "start")
+    model = vanilla("Llama", vocab_size=300)
+    model.config.tie_word_embeddings = True
+    model.save_pretrained(folder)
+    assert "lm_head.weight" in weights(folder)
+    return folder
+
+
+SEPARATE = {
+    "one": ([], {"attention": "strict"}),
+    "limited": ([], {"attention": "rope", "max_distance": 8}),
+    "as it is": ([], {"attention": "rope"}),
+    "two": ([{"name": "t", "train": "t"}, {"name": "all"}], {"attention": "strict"}),
+    "taught": (TEACHER, {"attention": "strict"}),
+    "adapters": (
+        [{"name": "adapters", "train": "lora"}, {"name": "more", "train": "lora"}],
+        {"attention": "rope"},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SEPARATE)
+def test_a_separate_head_is_trained_and_saved(separate, text_folder, tmp_path, kind):
+    stages, model = SEPARATE[kind]
+    path = write_recipe(separate, text_folder, tmp_path / "r.yaml", stages, **model)
+    recipe = load_recipe(path)
+
+    def killed(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, tmp_path / "run", callbacks=[AtStep(5, killed)])
+    run = train(recipe, tmp_path / "run")
+    assert_the_same(run, train(recipe, tmp_path / "whole"))
+    for folder in (*(run / "stages" / each["name"] for each in stages[:-1]), run):
+        saved = weights(folder)
+        assert not AutoModelForCausalLM.from_pretrained(folder).config.tie_word_embeddings
+        head, embeddings = saved["lm_head.weight"], saved["model.embed_tokens.weight"]
+        assert (head - embeddings).abs().max() > 0.1
+        if kind == "adapters" or folder.name in ("t", "attention"):
+            assert torch.equal(head, weights(separate)["lm_head.weight"])
+    summary = read_summary(run)
+    assert summary["validation"][-1]["perplexity"] == pytest.approx(measured(run, recipe), rel=1e-5)
+    start = summary["start"]["perplexity"]
+    assert start == pytest.approx(measured(separate, recipe), rel=1e-5)
+    if kind == "as it is":
+        assert summary["validation"][0]["perplexity"] == pytest.approx(start, rel=1e-5)
+
+
 def test_a_start_is_read_farther_without_stages(base, staged, text_folder, tmp_path):
     """By position interpolation or limited distances, for blocks longer than its own."""
 
