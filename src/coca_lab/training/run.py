@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from coca_lab.folders import write_card
 from coca_lab.loading import load_model, model_without_weights, no_progress_bars
 from coca_lab.recipe import Recipe, all_fields, as_yaml
 from coca_lab.recipe_sections import TrainingRecipe
+from coca_lab.training.arguments import training_arguments
 from coca_lab.training.callbacks import shown
 from coca_lab.training.folder import (
     STAGE_FILE,
@@ -123,66 +124,6 @@ def train(
 
 
 # Before the text is read
-
-
-def training_arguments(
-    recipe: Recipe, settings: TrainingRecipe, folder: Path, processes: int = 1
-) -> TrainingArguments:
-    """Transformers' arguments for a stage's settings; UserError if the recipe does not fit."""
-    per_pass, every = settings.micro_batch_size * processes, recipe.validation.every
-    if settings.global_batch_size % per_pass:
-        raise UserError(
-            "global_batch_size must be a multiple of micro_batch_size x processes; got "
-            f"{settings.global_batch_size} and {settings.micro_batch_size} x {processes}"
-        )
-    # Renamed during Transformers 5.
-    checkpointing = {"activation_checkpointing", "gradient_checkpointing"}
-    names = checkpointing & {item.name for item in fields(TrainingArguments)}
-    # What the section training determines, or reliable checkpoints need.
-    known: dict[str, Any] = {
-        "output_dir": str(folder / "checkpoints"),
-        "max_steps": settings.steps,
-        "per_device_train_batch_size": settings.micro_batch_size,
-        "per_device_eval_batch_size": settings.micro_batch_size,
-        "gradient_accumulation_steps": settings.global_batch_size // per_pass,
-        "learning_rate": settings.learning_rate,
-        "adam_beta1": settings.beta1,
-        "adam_beta2": settings.beta2,
-        "weight_decay": settings.weight_decay,
-        "max_grad_norm": settings.max_grad_norm,
-        "bf16": settings.precision == "bfloat16",
-        "fp16": settings.precision == "float16",
-        "seed": settings.seed,
-        "data_seed": settings.seed,
-        "save_steps": settings.save_every,
-        "save_total_limit": None,  # `_save_checkpoint` removes old ones
-        "logging_steps": settings.log_every,
-        "logging_first_step": True,
-        "logging_nan_inf_filter": False,
-        # `shown` adds TensorBoard's callback, with the folder of the run.
-        "report_to": [name for name in settings.report_to if name != "tensorboard"] or "none",
-        "remove_unused_columns": False,
-        "dataloader_drop_last": True,
-        # A resumed run continues with the next block.
-        "ignore_data_skip": False,
-        min(names): settings.gradient_checkpointing,
-        "torch_compile": settings.compile,
-        "use_cpu": not torch.accelerator.is_available(),
-    }
-    if recipe.is_ordered:
-        known["train_sampling_strategy"] = "sequential"
-    if every is not None:
-        known |= {"eval_strategy": "steps", "eval_steps": every, "eval_on_start": True}
-    if taken := sorted(set(known) & set(settings.trainer)):
-        raise UserError(f"training.trainer repeats what the recipe sets itself: {', '.join(taken)}")
-    try:
-        arguments = TrainingArguments(**known, **settings.trainer)
-    except (TypeError, ValueError, ImportError, OSError) as error:
-        raise UserError(f"training.trainer: {error}") from error
-    # For float32, Trainer would use the configuration of accelerate launch.
-    casts = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
-    arguments.mixed_precision = casts[settings.precision]
-    return arguments
 
 
 def saved_dtype(recipe: Recipe) -> torch.dtype | None:
