@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,13 +137,35 @@ def model_without_weights(
     return model.to(kind or torch.float32).eval()
 
 
-def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UserError if a tokenizer has tokens that a model has no embedding for."""
+def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, largest: int) -> None:
+    """Raise UserError if a model has no embedding for the largest token id of a text.
+
+    A tokenizer may have entries beyond the embeddings, as CodeLlama's, that no text contains. A
+    module that is not Transformers' does not say which tokens it takes.
+    """
+    if isinstance(model, PreTrainedModel):
+        _check_token(model.get_input_embeddings(), tokenizer, largest)
+
+
+def guard_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let a model raise the UserError of `check_vocabulary` when it reads such a token."""
     embeddings: Any = model.get_input_embeddings()
     if len(tokenizer) > len(embeddings.weight):
+        embeddings.register_forward_pre_hook(partial(_check_tokens, tokenizer))
+
+
+def _check_tokens(tokenizer: PreTrainedTokenizerBase, embeddings: Any, inputs: Any) -> None:
+    if inputs and inputs[0].numel():
+        _check_token(embeddings, tokenizer, int(inputs[0].max()))
+
+
+def _check_token(embeddings: Any, tokenizer: PreTrainedTokenizerBase, largest: int) -> None:
+    count = len(embeddings.weight)
+    if largest >= count:
         raise UserError(
-            f"the tokenizer has {len(tokenizer)} entries and the model embeddings for "
-            f"{len(embeddings.weight)}: use the model's own tokenizer"
+            f"the text has token {largest} ({tokenizer.decode([largest])!r}), the tokenizer "
+            f"{len(tokenizer)} entries and the model embeddings for {count}: use the model's own "
+            "tokenizer, or leave such tokens out of the text"
         )
 
 

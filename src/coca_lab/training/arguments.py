@@ -1,4 +1,4 @@
-"""Transformers' TrainingArguments of a stage: what the recipe sets, and what it leaves to `trainer`.
+"""Transformers' TrainingArguments of a stage: what the recipe sets, and what it leaves open.
 
 A field of TrainingArguments is set by the recipe, or a recipe may set it in ``training.trainer``
 (`FREE`), or it is refused: what Transformers adds is refused until its effect was tested here.

@@ -16,7 +16,8 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
-from transformers import TrainerState
+from transformers import Trainer, TrainerState
+from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from coca_attention.errors import UserError
@@ -201,6 +202,44 @@ def catch_read_errors(checkpoint: Path) -> Iterator[None]:
             f"{checkpoint} cannot be read{reason}: restore its files, or remove the folder to "
             "resume from the previous checkpoint"
         ) from error
+
+
+def check_complete(checkpoint: Path, trainer: Trainer, processes: int | None) -> None:
+    """Raise UserError if a file is missing without which a run would end with other weights.
+
+    Args:
+        checkpoint: The folder.
+        trainer: It resumes there, with the optimizer's and the random state of its process.
+        processes: How many have written the checkpoint; None if that is not known.
+    """
+    count, index = trainer.args.world_size, trainer.args.process_index
+    missing = []
+    # DeepSpeed has files of its own, which it reads itself. Those of FSDP are in a folder.
+    if not trainer.is_deepspeed_enabled and not any(checkpoint.glob("optimizer*")):
+        missing.append(OPTIMIZER_NAME)
+    if not (checkpoint / SCHEDULER_NAME).is_file():
+        missing.append(SCHEDULER_NAME)
+    if trainer.accelerator.scaler is not None and not (checkpoint / SCALER_NAME).is_file():
+        missing.append(SCALER_NAME)
+    random = "rng_state.pth" if count == 1 else f"rng_state_{index}.pth"
+    if not (checkpoint / random).is_file():
+        others = any(checkpoint.glob("rng_state*.pth"))
+        if others and processes not in (count, None):
+            log.warning(
+                "%s was written by %s processes and is read by %s: random numbers, as of dropout, "
+                "are others from here on",
+                checkpoint,
+                processes,
+                count,
+            )
+        else:
+            missing.append(random)
+    if missing:
+        raise UserError(
+            f"{checkpoint} has no {' and no '.join(missing)}, without which training would end "
+            "with other weights: restore it, or remove the folder to resume from the previous "
+            "checkpoint"
+        )
 
 
 def reads_checkpoint(load: Callable[..., None]) -> Callable[..., None]:

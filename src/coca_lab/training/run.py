@@ -32,7 +32,13 @@ from coca_attention.errors import UserError
 from coca_lab.environment import describe_environment
 from coca_lab.files import read_json, write_json
 from coca_lab.folders import write_card
-from coca_lab.loading import load_model, model_without_weights, no_progress_bars
+from coca_lab.loading import (
+    check_vocabulary,
+    guard_vocabulary,
+    load_model,
+    model_without_weights,
+    no_progress_bars,
+)
 from coca_lab.recipe import Recipe, all_fields, as_yaml
 from coca_lab.recipe_sections import TrainingRecipe
 from coca_lab.training.arguments import training_arguments
@@ -159,11 +165,14 @@ def measure_start(run: Run, name: str) -> None:
     path, state = run.output / START_FILE, PartialState()
     if path.is_file():
         return
+    model = load_model(name, device=str(state.device))
+    check_vocabulary(model, run.data.tokenizer, run.data.largest)
+    guard_vocabulary(model, run.data.tokenizer)
     trainer = RecipeTrainer(
         run.recipe.training,
         deepcopy(run.arguments[0]),
         retrieval=run.data.retrieval,
-        model=load_model(name, device=str(state.device)),
+        model=model,
         eval_dataset=run.data.validation,
     )
     trainer.is_fsdp_enabled = False  # a whole model, which is read alone
@@ -189,6 +198,8 @@ def fit(run: Run, number: int) -> Summary:
         whole = make_model(recipe, run.data.tokenizer)
     else:
         whole = load_model(run.folders[number - 1], device=str(state.device))
+    check_vocabulary(whole, run.data.tokenizer, run.data.largest)
+    guard_vocabulary(whole, run.data.tokenizer)  # for what tasks and prompts have
     parameters, model = whole.num_parameters(), choose_parameters(whole, stage)
     trained = model.num_parameters(only_trainable=True)
     sizes = {"parameters": parameters, "trained": trained, "trained_share": trained / parameters}

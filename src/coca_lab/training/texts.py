@@ -104,6 +104,7 @@ class TrainingData:
     retrieval: Retrieval | None
     fingerprint: dict[str, Digest]  # of every text
     epochs: dict[str, float]  # passes over each source
+    largest: int  # token id of the texts
 
     def describe(self) -> str:
         """The tokens of every text and how often they are read, in a few words."""
@@ -125,13 +126,14 @@ def load_data(recipe: Recipe, inputs: Mapping[str, str], output: Path) -> Traini
     asks = recipe.validation.passkeys or recipe.validation.needles
     # Before the text is read, which can take hours.
     retrieval = load_retrieval(recipe, tokenizer) if asks else None
-    shares = list(data.task_shares.values())
-    weights = [source.weight * (1 - sum(shares)) for source in data.mixture.values()]
+    shares = data.task_shares
+    weights = [source.weight * (1 - sum(shares.values())) for source in data.mixture.values()]
     # Of a mixture, the blocks of every source and task that have been read before every step.
-    read = apportion([*weights, *shares], batch, recipe.steps) if weights else None
+    read = apportion([*weights, *shares.values()], batch, recipe.steps) if weights else None
     wanted = {} if read is None else dict(zip(data.mixture, read[-1].tolist(), strict=False))
     wanted[VALIDATION] = recipe.validation.batches * batch
     blocks, validation, digests = dict[str, BlockDataset](), None, dict[str, Digest]()
+    largest = 0
     for text in recipe.texts:
         most, count = text.max_tokens, wanted.get(text.name)
         if most is None and count is not None and text.source.source.startswith("hf:"):
@@ -153,10 +155,13 @@ def load_data(recipe: Recipe, inputs: Mapping[str, str], output: Path) -> Traini
                 blocks[text.name] = made
             else:
                 validation = spread_evenly(made, wanted[VALIDATION])
+        largest = max(largest, int(tokens.max()))
         digest = sha256(tokens.data).hexdigest()
         digests[text.name] = {"tokens": len(tokens), "sha256": digest}
+    if "recall" in shares:
+        largest = max(largest, *recall_vocabulary(tokenizer))
     stages, epochs = _in_order(recipe, tokenizer, blocks, read)
-    return TrainingData(tokenizer, stages, validation, retrieval, digests, epochs)
+    return TrainingData(tokenizer, stages, validation, retrieval, digests, epochs, largest)
 
 
 # Blocks and orders

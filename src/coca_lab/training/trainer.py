@@ -37,6 +37,7 @@ from coca_lab.recipe_sections import TrainingRecipe
 from coca_lab.training.folder import (
     Summary,
     catch_write_errors,
+    check_complete,
     last_checkpoint,
     reads_checkpoint,
     sorted_checkpoints,
@@ -46,8 +47,9 @@ from coca_lab.training.objectives import Loss
 from coca_lab.training.retrieval import Retrieval
 from coca_lab.training.sharding import check_kind, prepare_sharding
 
-UNLOGGED = "unlogged"
-"""In the state of a checkpoint, the losses that `RecipeTrainer.log` has yet to log."""
+UNLOGGED, PROCESSES = "unlogged", "processes"
+"""In the state of a checkpoint, the losses that `RecipeTrainer.log` has yet to log, and how many
+processes have written it."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ONE_SIGNAL = 1.0
 """Seconds within which further signals count as the first: torchrun passes Ctrl-C on to processes
@@ -185,6 +187,9 @@ class RecipeTrainer(Trainer):
             self._load_from_checkpoint(resume)
             self.state = before
             return None
+        if checkpoint is not None:
+            processes: Any = (before.stateful_callbacks or {}).get(PROCESSES)
+            check_complete(checkpoint, self, processes)
         stop = StopOnSignal(self.accelerator)
         self.add_callback(stop)
         try:
@@ -285,6 +290,7 @@ class RecipeTrainer(Trainer):
         self._check_finite()
         kept: Any = self.state.stateful_callbacks
         kept[UNLOGGED] = self._sum_of_losses()
+        kept[PROCESSES] = self.args.world_size
         with catch_write_errors(folder, self.describe_saved):
             with writing_checkpoint(folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"):
                 super()._save_checkpoint(model, trial)

@@ -17,8 +17,8 @@ from coca_lab.recipe import DataRecipe, ModelRecipe, Recipe
 from coca_lab.recipe_sections import TrainingRecipe
 from coca_lab.studies import load_study
 from coca_lab.training import as_yaml, load_recipe
-from coca_lab.training.model import _load_start, model_config
 from coca_lab.training.arguments import training_arguments
+from coca_lab.training.model import _load_start, model_config
 from coca_lab.training.trainer import learning_rate_share
 from families import vanilla
 

@@ -16,6 +16,7 @@ from coca_lab.recipe import StageRecipe
 from coca_lab.training import BlockDataset, load_recipe, read_summary, train
 from coca_lab.training.model import choose_parameters, make_model
 from coca_lab.training.texts import apportion, block_order, mixture_order
+from commands import run
 from families import vanilla
 from runs import (
     PAPER,
@@ -289,6 +290,36 @@ def test_starts_and_teachers_that_do_not_fit(
     path = write_recipe(base, text_folder, tmp_path / "r.yaml", stages, **model)
     with pytest.raises(UserError, match=message):
         train(load_recipe(path, options), tmp_path / "run")
+
+
+def test_a_token_without_an_embedding_is_refused_where_it_occurs(
+    base, text_folder, tmp_path, capsys
+):
+    """CodeLlama's tokenizer has four more entries than some of its models have embeddings."""
+    start = shutil.copytree(base, tmp_path / "start")
+    tokenizer = load_tokenizer(base)
+    tokenizer.add_tokens(["<PRE>", "<SUF>", "<MID>", "<EOT>"])
+    tokenizer.save_pretrained(start)
+    path = write_recipe(start, text_folder, tmp_path / "r.yaml", [{"name": "t", "train": "t"}])
+    texts = shutil.copytree(text_folder, tmp_path / "texts")
+    with (texts / "00.txt").open("a") as file:
+        file.write(" <MID>")
+    measure = ["eval", "perplexity", start, "--windows=16", "--dtype=float32"]
+    commands = {
+        "train": ["train", path, "--output", tmp_path / "run", "--data.source"],
+        "eval": [*measure, "--output", tmp_path / "found.json", "--source"],
+    }
+    size = len(tokenizer)
+    message = f"has token {size - 2} ('<MID>'), the tokenizer {size} entries and the model"
+    for words in commands.values():
+        code, _, said = run(capsys, *words, texts)
+        assert code == 2 and message in said
+    assert not list((tmp_path / "run").rglob("checkpoint-*"))
+    for words in commands.values():
+        assert run(capsys, *words, text_folder)[0] == 0
+    assert run(capsys, "generate", start, "alpha", "--max-new-tokens=2")[0] == 0
+    code, _, said = run(capsys, "generate", start, "alpha <MID>", "--max-new-tokens=2")
+    assert code == 2 and message in said
 
 
 def test_a_stage_whose_parameters_the_model_lacks_is_rejected(base):

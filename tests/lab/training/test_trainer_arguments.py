@@ -128,7 +128,9 @@ def test_what_needs_another_setting_is_refused_without_it():
     for name in [name for name in values if name in NAMES]:
         with pytest.raises(UserError, match=rf"{name} has no effect without .*{FREE[name][:5]}"):
             arguments({name: values[name]})
-    on = arguments({"torch_compile_mode": "default", "torch_compile_backend": "eager"}, compile=True)
+    on = arguments(
+        {"torch_compile_mode": "default", "torch_compile_backend": "eager"}, compile=True
+    )
     assert (on.torch_compile_mode, on.torch_compile_backend) == ("default", "eager")
     names = [name for name in NAMES if name.endswith("checkpointing_kwargs")]
     for name in names:  # the second is another name of the first
