@@ -140,7 +140,7 @@ def test_what_needs_another_setting_is_refused_without_it():
 
 def test_an_optimizer_that_ignores_a_setting_says_so():
     """AdamW has no arguments of its own, and plain descent no epsilon."""
-    with pytest.raises(UserError, match="adamw_torch.* has no use for optim_args"):
+    with pytest.raises(UserError, match=r"adamw_torch.* has no use for optim_args"):
         arguments({"optim_args": "momentum=0.9"})
     with pytest.raises(UserError, match="sgd has no use for adam_epsilon"):
         arguments({"optim": "sgd", "adam_epsilon": 0.1})
