@@ -162,6 +162,7 @@ class RecipeTrainer(Trainer):
             # The loss is a mean over the micro-batch, so Trainer has to divide by their number.
             self.model_accepts_loss_kwargs = False
         self.unlogged: Tensor | float = 0.0  # the sum of the losses since the last logged
+        self.validated: list[Tensor] = []  # of every batch of a validation, nats and targets
         for default in (ProgressCallback, PrinterCallback):
             self.remove_callback(default)
         for callback in callbacks:
@@ -224,29 +225,43 @@ class RecipeTrainer(Trainer):
         return self.lr_scheduler
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         if not model.training:
-            # Validation always measures the next-token loss, as a mean over the batch.
-            kwargs.pop("num_items_in_batch", None)
-            if not (inputs["shift_labels"] != -100).any():
-                raise UserError(
-                    "a block of the validation text has no token to predict: its documents are "
-                    "empty; remove them, or set data.separate_documents to false"
-                )
-        elif (targets := kwargs.get("num_items_in_batch")) is not None:
+            # Validation always measures the next-token loss, over all tokens (`evaluation_loop`).
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+            targets = (inputs["shift_labels"] != -100).sum()
+            loss = torch.where(targets > 0, loss.float(), 0.0)  # and not 0 / 0 without any target
+            self.validated.append(torch.stack((loss.detach() * targets, targets.float())))
+            return (loss, outputs) if return_outputs else loss
+        if self.loss is not None:
+            return self.loss(model, inputs)
+        if num_items_in_batch is not None:
             # Without any target, as between empty documents, the loss is 0 and not 0 / 0.
-            kwargs["num_items_in_batch"] = torch.as_tensor(targets).clamp_min(1)
-        if self.loss is None or not model.training:
-            return super().compute_loss(model, inputs, *args, **kwargs)
-        return self.loss(model, inputs)
+            num_items_in_batch = torch.as_tensor(num_items_in_batch).clamp_min(1)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        self.validated.clear()
         output = super().evaluation_loop(*args, **kwargs)
-        loss = (output.metrics or {}).get("eval_loss", 0.0)
+        # Trainer has the mean of the batches, which may have different numbers of targets.
+        read = self.accelerator.gather(torch.stack(self.validated).sum(0).unsqueeze(0))
+        nats, targets = torch.as_tensor(read).double().sum(0).tolist()
+        if not targets:
+            raise UserError(
+                "the validation text has no token to predict: its documents are empty; remove "
+                "them, or set data.separate_documents to false"
+            )
+        loss = nats / targets
         if not loss < math.log(sys.float_info.max):  # nan, or no perplexity
             raise self._diverged(f"the validation loss is {loss}")
-        if self.retrieval is not None and output.metrics is not None:
+        assert output.metrics is not None
+        output.metrics["eval_loss"] = loss
+        if self.retrieval is not None:
             shares = self.retrieval.shares(self.model)  # in evaluation mode after the loop
             output.metrics.update({f"eval_{name}": share for name, share in shares.items()})
         return output

@@ -57,6 +57,38 @@ def test_validation_reads_what_is_held_out_from_training(trained, text_folder):
     assert data_of(few, tokenizer).fingerprint["text"]["tokens"] == 100
 
 
+def test_validation_is_a_mean_over_tokens(text_folder, tmp_path):
+    """Not of batches, of which one has long documents and others a target in every second place."""
+    (tmp_path / "text").mkdir()
+    for index in range(80):
+        text = some_text(8, index) if index % 20 < 2 else "a"
+        (tmp_path / "text" / f"{index:02}.txt").write_text(text)
+    made = recipe(
+        text_folder,
+        data__separate_documents="true",
+        data__block_length=8,
+        validation__source=tmp_path / "text",
+        validation__batches=3,
+    )
+    run = train(made, tmp_path / "run")
+    blocks = [*data_of(made, load_tokenizer(run)).validation]
+    names = ("input_ids", "position_ids", "shift_labels")
+    ids, positions, targets = (torch.stack([block[name] for block in blocks]) for name in names)
+    counts = (targets != -100).sum(1)
+    assert len(counts.unique()) > 2
+    model = AutoModelForCausalLM.from_pretrained(run).eval()
+    with torch.no_grad():
+        logits = model(input_ids=ids, position_ids=positions).logits.double()
+    nats = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="none"
+    ).view(targets.shape)
+    expected = (nats.sum() / counts.sum()).exp().item()
+    of_batches = (nats.unflatten(0, (-1, 2)).sum((1, 2)) / counts.view(-1, 2).sum(1)).mean().exp()
+    assert abs(of_batches.item() / expected - 1) > 1e-3
+    found = read_summary(run)["validation"][-1]["perplexity"]
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
 def test_the_command_says_what_was_learned(text_folder, tmp_path, capsys):
     """The last loss is that of the last step, whatever log_every is."""
     path, output = tmp_path / "recipe.yaml", tmp_path / "run"
