@@ -22,11 +22,13 @@ import torch
 from accelerate import PartialState
 from transformers import (
     AutoConfig,
+    PreTrainedConfig,
     TrainerCallback,
     TrainerState,
     TrainingArguments,
     set_seed,
 )
+from transformers.utils import cached_file
 
 from coca_attention.errors import UserError
 from coca_lab.environment import describe_environment
@@ -136,10 +138,29 @@ def saved_dtype(recipe: Recipe) -> torch.dtype | None:
     """The dtype to save the model in; UserError if the start or the teacher cannot be loaded."""
     model, dtype = recipe.model, None
     if model.start is not None:
-        dtype = model_without_weights(model.start, "auto").dtype
+        start = model_without_weights(model.start, "auto")
+        check_not_quantised(model.start, start.config)
+        dtype = start.dtype
     if model.teacher is not None:
         model_without_weights(model.teacher)
     return dtype if model.dtype == "auto" else getattr(torch, model.dtype)
+
+
+def check_not_quantised(start: str, config: PreTrainedConfig) -> None:
+    """Raise UserError if the weights of a start are quantised, by either file that says so."""
+    quantised = getattr(config, "quantization_config", None) is not None
+    # ModelOpt writes a file of its own.
+    other = cached_file(
+        start,
+        "hf_quant_config.json",
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if quantised or other is not None:
+        raise UserError(
+            f"{start} is quantised, and quantised weights cannot be trained: set model.start to "
+            "the model that it was made from, in full precision"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Stages: what each trains, the order of the blocks, teachers, adapters, what is rejected."""
 
+import json
 import shutil
 
 import numpy as np
@@ -290,6 +291,20 @@ def test_starts_and_teachers_that_do_not_fit(
     path = write_recipe(base, text_folder, tmp_path / "r.yaml", stages, **model)
     with pytest.raises(UserError, match=message):
         train(load_recipe(path, options), tmp_path / "run")
+
+
+@pytest.mark.parametrize("attention", ["rope", "strict"])
+@pytest.mark.parametrize("kind", ["config.json", "hf_quant_config.json"])
+def test_a_quantised_start_is_refused_before_the_text_is_read(base, tmp_path, kind, attention):
+    start, gptq = shutil.copytree(base, tmp_path / "start"), {"quant_method": "gptq", "bits": 4}
+    content = {"quantization": {"quant_algo": "FP8"}}
+    if kind == "config.json":
+        content = json.loads((start / kind).read_text()) | {"quantization_config": gptq}
+    (start / kind).write_text(json.dumps(content))
+    path = write_recipe(start, "nowhere.txt", tmp_path / "r.yaml", [], attention=attention)
+    with pytest.raises(UserError, match=r"start is quantised, .*: set model\.start to the model"):
+        train(load_recipe(path), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_token_without_an_embedding_is_refused_where_it_occurs(
