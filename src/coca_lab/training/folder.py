@@ -5,7 +5,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from pickle import UnpicklingError
@@ -73,22 +73,40 @@ def claim(
 ) -> Iterator[None]:
     """Make a folder that of a run, new or unfinished, and keep other processes from it.
 
-    ``written`` is the recipe as YAML, and ``inputs`` are fingerprints of what it names.
+    An error before the first step leaves nothing in it. ``written`` is the recipe as YAML, and
+    ``inputs`` are fingerprints of what it names.
     """
+    is_new = not output.exists()
     check_writable(output / RECIPE_FILE)
-    with hold(output / LOCK_FILE):
-        if has_begun(output):
-            check_same_recipe(recipe, output / RECIPE_FILE, {"model.dtype", *may_change})
-            check_same_inputs(inputs, output)
-        else:
-            # A start that failed, for example for lack of text, has left nothing to resume.
-            for name in (TEXT_FILE, START_FILE):
-                (output / name).unlink(missing_ok=True)
-            for name in (TOKENIZER, "checkpoints", "stages", "logs"):
-                shutil.rmtree(output / name, ignore_errors=True)
-            write_json(output / INPUTS_FILE, inputs)
-        write_text(output / RECIPE_FILE, written)
-        yield
+    try:
+        with hold(output / LOCK_FILE):
+            if has_begun(output):
+                check_same_recipe(recipe, output / RECIPE_FILE, {"model.dtype", *may_change})
+                check_same_inputs(inputs, output)
+            else:
+                # What a kill has left before the first checkpoint.
+                remove_start(output)
+                write_json(output / INPUTS_FILE, inputs)
+            write_text(output / RECIPE_FILE, written)
+            try:
+                yield
+            except BaseException:
+                # A run that has trained keeps its curves.
+                if not has_begun(output) and not (output / "logs").exists():
+                    remove_start(output)
+                raise
+    finally:
+        if is_new:
+            with suppress(OSError):  # it has files
+                output.rmdir()
+
+
+def remove_start(output: Path) -> None:
+    """Remove all files of a run that has no checkpoint."""
+    for name in (RECIPE_FILE, INPUTS_FILE, TEXT_FILE, START_FILE):
+        (output / name).unlink(missing_ok=True)
+    for name in (TOKENIZER, "checkpoints", "stages", "logs"):
+        shutil.rmtree(output / name, ignore_errors=True)
 
 
 def has_begun(output: Path) -> bool:

@@ -119,6 +119,12 @@ def train(
         if state.is_main_process:
             log.info("%s: %s", output, data.describe())
             check_same_text(data.fingerprint, output)
+        if data.validation is not None:
+            # Every process reads whole micro-batches, of a text that is too short smaller ones.
+            size = len(data.validation) // state.num_processes
+            for each in arguments:
+                most = each.per_device_train_batch_size
+                each.per_device_eval_batch_size = largest_divisor(size, most)
         saved = [last_state(folder / "checkpoints") for folder in folders]
         run = Run(recipe, settings, output, folders, arguments, dtype, data, saved, callbacks)
         if recipe.model.start is not None and data.validation is not None:
@@ -129,6 +135,11 @@ def train(
                 summarise(run, stages)
         state.wait_for_everyone()
     return output
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of a number that is at most so large."""
+    return next(size for size in range(min(most, number), 0, -1) if number % size == 0)
 
 
 # Before the text is read
