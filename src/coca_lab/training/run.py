@@ -32,7 +32,7 @@ from transformers.utils import cached_file
 
 from coca_attention.errors import UserError
 from coca_lab.environment import describe_environment
-from coca_lab.files import read_json, write_json
+from coca_lab.files import find_model, read_json, write_json
 from coca_lab.folders import write_card
 from coca_lab.loading import (
     check_vocabulary,
@@ -161,9 +161,11 @@ def check_not_quantised(start: str, config: PreTrainedConfig) -> None:
     """Raise UserError if the weights of a start are quantised, by either file that says so."""
     quantised = getattr(config, "quantization_config", None) is not None
     # ModelOpt writes a file of its own.
+    place = find_model(start)
     other = cached_file(
-        start,
+        place.path,
         "hf_quant_config.json",
+        revision=place.revision,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )

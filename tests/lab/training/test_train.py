@@ -248,7 +248,6 @@ def test_what_needs_no_text_is_checked_first(text_folder, tmp_path, monkeypatch,
     ("changes", "message"),
     [
         ({"data__held_out": 1e-9}, r"data\.held_out: no documents"),
-        ({"validation__batches": 5000}, r"data\.held_out: .* fewer than 20000 .*fewer batches"),
         ({"data__block_length": 9999}, r"data\.source: .* fewer than one block"),
     ],
 )
