@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers.utils import find_adapter_config_file
 from transformers.utils import logging as transformers_logging
 
 from coca_attention.errors import UserError
+from coca_attention.models.conversion import name_separate_head
 from coca_attention.models.fused import use_fused_attention
 from coca_lab.files import Place, find_model
 from coca_lab.weights import (
@@ -29,7 +31,6 @@ from coca_lab.weights import (
     model_of_headers,
     quantised_by,
     tensor_headers,
-    tie_as_loaded,
     weight_files,
 )
 
@@ -120,7 +121,7 @@ def load_model(
     if getattr(model, "hf_quantizer", None) is not None:  # which renames what it packed
         info = {**info, "unexpected_keys": ()}
     check_loaded(path, info)
-    tie_as_loaded(model)
+    name_separate_head(model)
     vars(model.config).pop("auto_map", None)  # names code of the folder, which is never run
     model.eval()
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -209,13 +210,35 @@ def _check_can_be_read(place: Place, config: PreTrainedConfig) -> None:
     check_are_numbers(place.path, tensor_headers(weight_files(place, download=False)))
 
 
-def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UserError if a tokenizer has tokens that a model has no embedding for."""
+def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, largest: int) -> None:
+    """Raise UserError if a model has no embedding for the largest token id of a text.
+
+    A tokenizer may have entries beyond the embeddings, as CodeLlama's, that no text contains. A
+    module that is not Transformers' does not say which tokens it takes.
+    """
+    if isinstance(model, PreTrainedModel):
+        _check_token(model.get_input_embeddings(), tokenizer, largest)
+
+
+def guard_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let a model raise the UserError of `check_vocabulary` when it reads such a token."""
     embeddings: Any = model.get_input_embeddings()
     if len(tokenizer) > len(embeddings.weight):
+        embeddings.register_forward_pre_hook(partial(_check_tokens, tokenizer))
+
+
+def _check_tokens(tokenizer: PreTrainedTokenizerBase, embeddings: Any, inputs: Any) -> None:
+    if inputs and inputs[0].numel():
+        _check_token(embeddings, tokenizer, int(inputs[0].max()))
+
+
+def _check_token(embeddings: Any, tokenizer: PreTrainedTokenizerBase, largest: int) -> None:
+    count = len(embeddings.weight)
+    if largest >= count:
         raise UserError(
-            f"the tokenizer has {len(tokenizer)} entries and the model embeddings for "
-            f"{len(embeddings.weight)}: use the model's own tokenizer"
+            f"the text has token {largest} ({tokenizer.decode([largest])!r}), the tokenizer "
+            f"{len(tokenizer)} entries and the model embeddings for {count}: use the model's own "
+            "tokenizer, or leave such tokens out of the text"
         )
 
 

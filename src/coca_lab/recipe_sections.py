@@ -228,7 +228,8 @@ class TrainingRecipe:
     """Loggers that also receive the curves, by their names in Transformers, such as tensorboard or
     wandb."""
     trainer: dict[str, Any] = field(default_factory=dict)
-    """Further fields of Transformers' TrainingArguments, for example fsdp."""
+    """Further fields of Transformers' TrainingArguments, for example {optim: sgd}: those that the
+    recipe does not set itself and that take effect, which an error lists."""
 
 
 @dataclass

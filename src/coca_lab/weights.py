@@ -270,18 +270,6 @@ def kept_apart(model: PreTrainedModel) -> bool:
     return any(model.get_parameter(a) is not model.get_parameter(b) for a, b in tied)
 
 
-def tie_as_loaded(model: PreTrainedModel) -> None:
-    """Let the configuration of a loaded model say whether its embeddings and its head are one.
-
-    Transformers leaves them apart where the files have two that differ, and would tie them again
-    whenever the model is made from its configuration.
-    """
-    asked = model.get_expanded_tied_weights_keys(all_submodels=True)
-    if asked.keys() - model.all_tied_weights_keys.keys():
-        for config in (model.config, model.config.get_text_config()):
-            config.tie_word_embeddings = False
-
-
 def is_finite(tensor: Tensor) -> bool:
     """Whether no number of a tensor is NaN or infinite; of its extremes, which is fast."""
     if not tensor.numel():

@@ -228,6 +228,19 @@ def test_settings_of_the_model_are_kept():
     assert not any("k_proj" in name for name in model.tp_plan)
 
 
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "ModernBERT"])
+def test_a_separate_head_that_the_configuration_calls_tied_is_kept(family, tmp_path):
+    model = vanilla(family, tie_word_embeddings=False)
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = True
+    head, ids = model.get_output_embeddings().weight.clone(), some_tokens(model)
+    converted = reloaded(convert(reloaded(model, tmp_path / "start"), "rope"), tmp_path / "made")
+    assert not converted.config.tie_word_embeddings
+    converted.tie_weights()  # as PEFT and Accelerate call it
+    assert torch.equal(converted.get_output_embeddings().weight, head)
+    assert torch.allclose(logits(converted, ids), logits(model, ids), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("family", "auto"), [("Qwen2", AutoModelForCausalLM), ("ModernBERT", AutoModelForMaskedLM)]
 )

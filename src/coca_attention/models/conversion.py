@@ -145,6 +145,7 @@ def convert(
     check_is_computed(model.config)
     body: Any = model.base_model
     _check_projections(family.layout.modules(body), family.layout)
+    name_separate_head(model)
     old, config = model.config, _new_configuration(family, model.config, wanted)
     for module in model.modules():
         if getattr(module, "config", None) is old:
@@ -169,6 +170,24 @@ def forget_gguf(model: PreTrainedModel) -> None:
         return
     if all(weight.is_floating_point() for weight in model.parameters()):  # not packed blocks
         quantizer.remove_quantization_config(model)
+
+
+def name_separate_head(model: PreTrainedModel) -> None:
+    """Of a model whose output head is not its embeddings, let the configuration say so.
+
+    Transformers loads a separate head also where the configuration says that the two are tied, with
+    a warning. What builds on that configuration would tie them again, and the head would be lost.
+    """
+    head: Any = model.get_output_embeddings()
+    embeddings: Any = model.get_input_embeddings()
+    if head is None or embeddings is None:
+        return
+    weights = getattr(head, "weight", None), embeddings.weight
+    if any(weight is None or weight.is_meta for weight in weights):
+        return  # packed, or not in memory
+    if weights[0].data_ptr() != weights[1].data_ptr():
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
 
 
 def _warn_if_unaffected(config: PreTrainedConfig) -> None:

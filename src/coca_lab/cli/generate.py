@@ -14,7 +14,7 @@ from coca_lab.data import load_tokenizer
 from coca_lab.data.chat import Thinking, chat_text
 from coca_lab.evaluation import MethodSettings
 from coca_lab.generation import FiniteScores
-from coca_lab.loading import check_vocabulary, load_model
+from coca_lab.loading import guard_vocabulary, load_model
 
 COLDEST = 1e-3
 """Logits divided by less may overflow."""
@@ -69,7 +69,7 @@ def generate_command(words: list[str]) -> None:
         raise UserError("the prompt is not valid UTF-8 text")
     model: Any = load_model(path, dtype=settings.dtype, device=settings.device)
     tokenizer: Any = load_tokenizer(path)
-    check_vocabulary(model, tokenizer)
+    guard_vocabulary(model, tokenizer)
     if settings.chat:
         with error_prefix(f"{path}: "):
             prompt = chat_text(tokenizer, prompt, settings.thinking)

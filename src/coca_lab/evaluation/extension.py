@@ -33,6 +33,7 @@ from coca_lab.evaluation.task import Model
 from coca_lab.fingerprints import code_fingerprint, fingerprint
 from coca_lab.intervals import DocumentScore, paired_ratio_interval
 from coca_lab.intervals import perplexity as perplexity_of
+from coca_lab.loading import check_vocabulary
 from coca_lab.weights import quantised_by
 
 SHARES = (1.0, 0.5, 0.25)
@@ -363,6 +364,8 @@ def check_extensions(
         skip_short=True,
     )
     documents = load_text(source, model.tokenizer, at_least=lengths[-1])
+    largest = max(int(document.tokens.max()) for document in documents)
+    check_vocabulary(model.module, model.tokenizer, largest)
     texts = hide_numbers(documents, model.tokenizer, lengths, settings.check_numbers)
     scored = min(SCORED_TOKENS, texts[0].stops[lengths[0]] // 4)
     last = [

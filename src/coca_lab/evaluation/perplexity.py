@@ -26,6 +26,7 @@ from coca_lab.evaluation.windows import (
     windows_of,
 )
 from coca_lab.intervals import DocumentScore, perplexity, perplexity_interval
+from coca_lab.loading import check_vocabulary
 
 ITEM_TOKENS = 65_536
 """Tokens that an item reads at most, if one window has fewer: what a killed process can lose."""
@@ -198,6 +199,8 @@ def measure_perplexity(
     if name not in model.texts:  # read once for a model, whatever the method
         model.texts[name] = load_text(settings, model.tokenizer, at_least=needed)
     documents: list[TokenDocument] = model.texts[name]
+    largest = max(int(document.tokens.max()) for document in documents)
+    check_vocabulary(model.module, model.tokenizer, largest)
     if settings.targets == "one-pass":
         # The last input of the only window predicts the token after it.
         documents = [replace(d, tokens=d.tokens[:needed]) for d in documents]

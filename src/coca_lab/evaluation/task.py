@@ -20,7 +20,7 @@ from coca_lab.data.documents import text_fingerprint
 from coca_lab.engine import Engine, Item
 from coca_lab.evaluation.endpoint import Endpoint
 from coca_lab.fingerprints import code_fingerprint, model_fingerprint
-from coca_lab.loading import check_vocabulary, load_model, model_without_weights
+from coca_lab.loading import guard_vocabulary, load_model, model_without_weights
 from coca_lab.store import Store
 
 Cell = dict[str, Any]
@@ -68,7 +68,9 @@ class Model:
         key = (self.identity, self.device)
         if key not in _weights:
             _weights.clear()  # frees them before the next ones are loaded
-            _weights[key] = load_model(self.path, dtype=self.dtype, device=self.device)
+            model = load_model(self.path, dtype=self.dtype, device=self.device)
+            guard_vocabulary(model, self.tokenizer)
+            _weights[key] = model
         return _weights[key]
 
     def with_weights(self) -> "Model":
@@ -116,7 +118,6 @@ def open_model(
         UserError: If it cannot be loaded.
     """
     module, tokenizer = model_without_weights(path, dtype), load_tokenizer(path)
-    check_vocabulary(module, tokenizer)
     identity = identity or f"{model_fingerprint(path)} {dtype}"
     return Model(module, tokenizer, name or Path(path).name, identity, path, dtype, device)
 

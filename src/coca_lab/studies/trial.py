@@ -212,7 +212,11 @@ class Trial:
                 size = recipe.training.micro_batch_size
                 if size == 1:
                     raise
-                recipe = recipe.changed("training", micro_batch_size=size // 2)
+                # At most half, and a divisor of the batch, which accumulation has to fill.
+                batch, smaller = recipe.training.global_batch_size, size // 2
+                while batch % smaller:
+                    smaller -= 1
+                recipe = recipe.changed("training", micro_batch_size=smaller)
 
     def _convert(self, conversion: Conversion) -> None:
         """Convert, again where the start or the options have changed; nothing else is replaced."""

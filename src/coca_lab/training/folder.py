@@ -5,7 +5,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from pickle import UnpicklingError
@@ -16,7 +16,8 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
-from transformers import TrainerState
+from transformers import Trainer, TrainerState
+from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from coca_attention.errors import UserError
@@ -72,22 +73,40 @@ def claim(
 ) -> Iterator[None]:
     """Make a folder that of a run, new or unfinished, and keep other processes from it.
 
-    ``written`` is the recipe as YAML, and ``inputs`` are fingerprints of what it names.
+    An error before the first step leaves nothing in it. ``written`` is the recipe as YAML, and
+    ``inputs`` are fingerprints of what it names.
     """
+    is_new = not output.exists()
     check_writable(output / RECIPE_FILE)
-    with hold(output / LOCK_FILE):
-        if has_begun(output):
-            check_same_recipe(recipe, output / RECIPE_FILE, {"model.dtype", *may_change})
-            check_same_inputs(inputs, output)
-        else:
-            # A start that failed, for example for lack of text, has left nothing to resume.
-            for name in (TEXT_FILE, START_FILE):
-                (output / name).unlink(missing_ok=True)
-            for name in (TOKENIZER, "checkpoints", "stages", "logs"):
-                shutil.rmtree(output / name, ignore_errors=True)
-            write_json(output / INPUTS_FILE, inputs)
-        write_text(output / RECIPE_FILE, written)
-        yield
+    try:
+        with hold(output / LOCK_FILE):
+            if has_begun(output):
+                check_same_recipe(recipe, output / RECIPE_FILE, {"model.dtype", *may_change})
+                check_same_inputs(inputs, output)
+            else:
+                # What a kill has left before the first checkpoint.
+                remove_start(output)
+                write_json(output / INPUTS_FILE, inputs)
+            write_text(output / RECIPE_FILE, written)
+            try:
+                yield
+            except BaseException:
+                # A run that has trained keeps its curves.
+                if not has_begun(output) and not (output / "logs").exists():
+                    remove_start(output)
+                raise
+    finally:
+        if is_new:
+            with suppress(OSError):  # it has files
+                output.rmdir()
+
+
+def remove_start(output: Path) -> None:
+    """Remove all files of a run that has no checkpoint."""
+    for name in (RECIPE_FILE, INPUTS_FILE, TEXT_FILE, START_FILE):
+        (output / name).unlink(missing_ok=True)
+    for name in (TOKENIZER, "checkpoints", "stages", "logs"):
+        shutil.rmtree(output / name, ignore_errors=True)
 
 
 def has_begun(output: Path) -> bool:
@@ -201,6 +220,44 @@ def catch_read_errors(checkpoint: Path) -> Iterator[None]:
             f"{checkpoint} cannot be read{reason}: restore its files, or remove the folder to "
             "resume from the previous checkpoint"
         ) from error
+
+
+def check_complete(checkpoint: Path, trainer: Trainer, processes: int | None) -> None:
+    """Raise UserError if a file is missing without which a run would end with other weights.
+
+    Args:
+        checkpoint: The folder.
+        trainer: It resumes there, with the optimizer's and the random state of its process.
+        processes: How many have written the checkpoint; None if that is not known.
+    """
+    count, index = trainer.args.world_size, trainer.args.process_index
+    missing = []
+    # DeepSpeed has files of its own, which it reads itself. Those of FSDP are in a folder.
+    if not trainer.is_deepspeed_enabled and not any(checkpoint.glob("optimizer*")):
+        missing.append(OPTIMIZER_NAME)
+    if not (checkpoint / SCHEDULER_NAME).is_file():
+        missing.append(SCHEDULER_NAME)
+    if trainer.accelerator.scaler is not None and not (checkpoint / SCALER_NAME).is_file():
+        missing.append(SCALER_NAME)
+    random = "rng_state.pth" if count == 1 else f"rng_state_{index}.pth"
+    if not (checkpoint / random).is_file():
+        others = any(checkpoint.glob("rng_state*.pth"))
+        if others and processes not in (count, None):
+            log.warning(
+                "%s was written by %s processes and is read by %s: random numbers, as of dropout, "
+                "are others from here on",
+                checkpoint,
+                processes,
+                count,
+            )
+        else:
+            missing.append(random)
+    if missing:
+        raise UserError(
+            f"{checkpoint} has no {' and no '.join(missing)}, without which training would end "
+            "with other weights: restore it, or remove the folder to resume from the previous "
+            "checkpoint"
+        )
 
 
 def reads_checkpoint(load: Callable[..., None]) -> Callable[..., None]:

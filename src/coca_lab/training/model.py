@@ -30,7 +30,7 @@ from coca_attention.models.families import decoders
 from coca_attention.models.fused import use_fused_attention
 from coca_attention.models.scaling import set_rotary_scaling
 from coca_attention.ops import FORMS, DistanceMap
-from coca_lab.loading import check_vocabulary, load_model
+from coca_lab.loading import load_model
 from coca_lab.recipe import Recipe
 from coca_lab.recipe_sections import OWN, ModelRecipe, StageRecipe
 
@@ -51,7 +51,6 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
         model = use_fused_attention(AutoModelForCausalLM.from_config(config))
     else:
         model = _load_start(recipe.model, recipe.model.start)
-        check_vocabulary(model, tokenizer)
     if recipe.model.interpolation is not None:
         # Before the length is extended: some rules record it.
         known = [

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,28 @@ import torch
 from accelerate import PartialState
 from transformers import (
     AutoConfig,
+    PreTrainedConfig,
     TrainerCallback,
     TrainerState,
     TrainingArguments,
     set_seed,
 )
+from transformers.utils import cached_file
 
 from coca_attention.errors import UserError
 from coca_lab.environment import describe_environment
-from coca_lab.files import read_json, write_json
+from coca_lab.files import find_model, read_json, write_json
 from coca_lab.folders import write_card
-from coca_lab.loading import load_model, model_without_weights, no_progress_bars
+from coca_lab.loading import (
+    check_vocabulary,
+    guard_vocabulary,
+    load_model,
+    model_without_weights,
+    no_progress_bars,
+)
 from coca_lab.recipe import Recipe, all_fields, as_yaml
 from coca_lab.recipe_sections import TrainingRecipe
+from coca_lab.training.arguments import training_arguments
 from coca_lab.training.callbacks import shown
 from coca_lab.training.folder import (
     STAGE_FILE,
@@ -110,6 +119,12 @@ def train(
         if state.is_main_process:
             log.info("%s: %s", output, data.describe())
             check_same_text(data.fingerprint, output)
+        if data.validation is not None:
+            # Every process reads whole micro-batches, of a text that is too short smaller ones.
+            size = len(data.validation) // state.num_processes
+            for each in arguments:
+                most = each.per_device_train_batch_size
+                each.per_device_eval_batch_size = largest_divisor(size, most)
         saved = [last_state(folder / "checkpoints") for folder in folders]
         run = Run(recipe, settings, output, folders, arguments, dtype, data, saved, callbacks)
         if recipe.model.start is not None and data.validation is not None:
@@ -122,77 +137,43 @@ def train(
     return output
 
 
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of a number that is at most so large."""
+    return next(size for size in range(min(most, number), 0, -1) if number % size == 0)
+
+
 # Before the text is read
-
-
-def training_arguments(
-    recipe: Recipe, settings: TrainingRecipe, folder: Path, processes: int = 1
-) -> TrainingArguments:
-    """Transformers' arguments for a stage's settings; UserError if the recipe does not fit."""
-    per_pass, every = settings.micro_batch_size * processes, recipe.validation.every
-    if settings.global_batch_size % per_pass:
-        raise UserError(
-            "global_batch_size must be a multiple of micro_batch_size x processes; got "
-            f"{settings.global_batch_size} and {settings.micro_batch_size} x {processes}"
-        )
-    # Renamed during Transformers 5.
-    checkpointing = {"activation_checkpointing", "gradient_checkpointing"}
-    names = checkpointing & {item.name for item in fields(TrainingArguments)}
-    # What the section training determines, or reliable checkpoints need.
-    known: dict[str, Any] = {
-        "output_dir": str(folder / "checkpoints"),
-        "max_steps": settings.steps,
-        "per_device_train_batch_size": settings.micro_batch_size,
-        "per_device_eval_batch_size": settings.micro_batch_size,
-        "gradient_accumulation_steps": settings.global_batch_size // per_pass,
-        "learning_rate": settings.learning_rate,
-        "adam_beta1": settings.beta1,
-        "adam_beta2": settings.beta2,
-        "weight_decay": settings.weight_decay,
-        "max_grad_norm": settings.max_grad_norm,
-        "bf16": settings.precision == "bfloat16",
-        "fp16": settings.precision == "float16",
-        "seed": settings.seed,
-        "data_seed": settings.seed,
-        "save_steps": settings.save_every,
-        "save_total_limit": None,  # `_save_checkpoint` removes old ones
-        "logging_steps": settings.log_every,
-        "logging_first_step": True,
-        "logging_nan_inf_filter": False,
-        # `shown` adds TensorBoard's callback, with the folder of the run.
-        "report_to": [name for name in settings.report_to if name != "tensorboard"] or "none",
-        "remove_unused_columns": False,
-        "dataloader_drop_last": True,
-        # A resumed run continues with the next block.
-        "ignore_data_skip": False,
-        min(names): settings.gradient_checkpointing,
-        "torch_compile": settings.compile,
-        "use_cpu": not torch.accelerator.is_available(),
-    }
-    if recipe.is_ordered:
-        known["train_sampling_strategy"] = "sequential"
-    if every is not None:
-        known |= {"eval_strategy": "steps", "eval_steps": every, "eval_on_start": True}
-    if taken := sorted(set(known) & set(settings.trainer)):
-        raise UserError(f"training.trainer repeats what the recipe sets itself: {', '.join(taken)}")
-    try:
-        arguments = TrainingArguments(**known, **settings.trainer)
-    except (TypeError, ValueError, ImportError, OSError) as error:
-        raise UserError(f"training.trainer: {error}") from error
-    # For float32, Trainer would use the configuration of accelerate launch.
-    casts = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
-    arguments.mixed_precision = casts[settings.precision]
-    return arguments
 
 
 def saved_dtype(recipe: Recipe) -> torch.dtype | None:
     """The dtype to save the model in; UserError if the start or the teacher cannot be loaded."""
     model, dtype = recipe.model, None
     if model.start is not None:
-        dtype = model_without_weights(model.start, "auto").dtype
+        start = model_without_weights(model.start, "auto")
+        check_not_quantised(model.start, start.config)
+        dtype = start.dtype
     if model.teacher is not None:
         model_without_weights(model.teacher)
     return dtype if model.dtype == "auto" else getattr(torch, model.dtype)
+
+
+def check_not_quantised(start: str, config: PreTrainedConfig) -> None:
+    """Raise UserError if the weights of a start are quantised, by either file that says so."""
+    quantised = getattr(config, "quantization_config", None) is not None
+    # ModelOpt writes a file of its own.
+    place = find_model(start)
+    other = cached_file(
+        place.path,
+        "hf_quant_config.json",
+        revision=place.revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if quantised or other is not None:
+        raise UserError(
+            f"{start} is quantised, and quantised weights cannot be trained: set model.start to "
+            "the model that it was made from, in full precision"
+        )
 
 
 @dataclass(frozen=True)
@@ -218,11 +199,14 @@ def measure_start(run: Run, name: str) -> None:
     path, state = run.output / START_FILE, PartialState()
     if path.is_file():
         return
+    model = load_model(name, device=str(state.device))
+    check_vocabulary(model, run.data.tokenizer, run.data.largest)
+    guard_vocabulary(model, run.data.tokenizer)
     trainer = RecipeTrainer(
         run.recipe.training,
         deepcopy(run.arguments[0]),
         retrieval=run.data.retrieval,
-        model=load_model(name, device=str(state.device)),
+        model=model,
         eval_dataset=run.data.validation,
     )
     trainer.is_fsdp_enabled = False  # a whole model, which is read alone
@@ -248,6 +232,8 @@ def fit(run: Run, number: int) -> Summary:
         whole = make_model(recipe, run.data.tokenizer)
     else:
         whole = load_model(run.folders[number - 1], device=str(state.device))
+    check_vocabulary(whole, run.data.tokenizer, run.data.largest)
+    guard_vocabulary(whole, run.data.tokenizer)  # for what tasks and prompts have
     parameters, model = whole.num_parameters(), choose_parameters(whole, stage)
     trained = model.num_parameters(only_trainable=True)
     sizes = {"parameters": parameters, "trained": trained, "trained_share": trained / parameters}

@@ -1,5 +1,6 @@
 """What a run reads: from the texts that a recipe names, by their tokens, to blocks in an order."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -35,6 +36,8 @@ from coca_lab.recipe import TEXT, Recipe
 from coca_lab.recipe_sections import VALIDATION
 from coca_lab.training.folder import TOKENIZER, Digest
 from coca_lab.training.retrieval import Retrieval, load_retrieval
+
+log = logging.getLogger(__name__)
 
 
 def inputs_of(recipe: Recipe, start: str = "") -> dict[str, str]:
@@ -100,10 +103,11 @@ class TrainingData:
 
     tokenizer: PreTrainedTokenizerBase
     stages: list[Subset]  # the blocks of every stage, in order if `Recipe.is_ordered`
-    validation: Subset | None  # to measure perplexity on, in whole global batches
+    validation: Subset | None  # to measure perplexity on
     retrieval: Retrieval | None
     fingerprint: dict[str, Digest]  # of every text
     epochs: dict[str, float]  # passes over each source
+    largest: int  # token id of the texts
 
     def describe(self) -> str:
         """The tokens of every text and how often they are read, in a few words."""
@@ -125,13 +129,14 @@ def load_data(recipe: Recipe, inputs: Mapping[str, str], output: Path) -> Traini
     asks = recipe.validation.passkeys or recipe.validation.needles
     # Before the text is read, which can take hours.
     retrieval = load_retrieval(recipe, tokenizer) if asks else None
-    shares = list(data.task_shares.values())
-    weights = [source.weight * (1 - sum(shares)) for source in data.mixture.values()]
+    shares = data.task_shares
+    weights = [source.weight * (1 - sum(shares.values())) for source in data.mixture.values()]
     # Of a mixture, the blocks of every source and task that have been read before every step.
-    read = apportion([*weights, *shares], batch, recipe.steps) if weights else None
+    read = apportion([*weights, *shares.values()], batch, recipe.steps) if weights else None
     wanted = {} if read is None else dict(zip(data.mixture, read[-1].tolist(), strict=False))
     wanted[VALIDATION] = recipe.validation.batches * batch
     blocks, validation, digests = dict[str, BlockDataset](), None, dict[str, Digest]()
+    largest = 0
     for text in recipe.texts:
         most, count = text.max_tokens, wanted.get(text.name)
         if most is None and count is not None and text.source.source.startswith("hf:"):
@@ -152,11 +157,14 @@ def load_data(recipe: Recipe, inputs: Mapping[str, str], output: Path) -> Traini
             if text.trains:
                 blocks[text.name] = made
             else:
-                validation = spread_evenly(made, wanted[VALIDATION])
+                validation = spread_evenly(made, wanted[VALIDATION], PartialState().num_processes)
+        largest = max(largest, int(tokens.max()))
         digest = sha256(tokens.data).hexdigest()
         digests[text.name] = {"tokens": len(tokens), "sha256": digest}
+    if "recall" in shares:
+        largest = max(largest, *recall_vocabulary(tokenizer))
     stages, epochs = _in_order(recipe, tokenizer, blocks, read)
-    return TrainingData(tokenizer, stages, validation, retrieval, digests, epochs)
+    return TrainingData(tokenizer, stages, validation, retrieval, digests, epochs, largest)
 
 
 # Blocks and orders
@@ -250,14 +258,20 @@ def separate_documents(item: dict[str, Tensor], end: int) -> dict[str, Tensor]:
     return {**item, "shift_labels": targets, "position_ids": steps - starts}
 
 
-def spread_evenly(blocks: BlockDataset, count: int) -> Subset:
-    """Blocks to validate on, spread evenly over a text; UserError if it has too few."""
-    if len(blocks) < count:
-        raise UserError(
-            f"the text makes {len(blocks)} blocks, fewer than {count} for validation.batches; use "
-            "more text or fewer batches"
-        )
-    return Subset(blocks, [index * len(blocks) // count for index in range(count)])
+def spread_evenly(blocks: BlockDataset, count: int, processes: int = 1) -> Subset:
+    """Blocks to validate on, spread evenly over a text: as many as it has, if it has too few.
+
+    Every process reads equally many; UserError if there is not one for each.
+    """
+    there = min(count, len(blocks)) // processes * processes
+    if there < count:
+        makes = f"the validation text makes {len(blocks):,} blocks of {blocks.length:,} tokens"
+        if not there:
+            raise UserError(f"{makes}, fewer than the {processes} processes: use more text")
+        if PartialState().is_main_process:
+            asked = f"validation.batches asks for {count:,}"
+            log.warning("%s, and %s: %s are measured", makes, asked, f"{there:,}")
+    return Subset(blocks, [index * len(blocks) // there for index in range(there)])
 
 
 def _in_order(

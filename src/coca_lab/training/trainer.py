@@ -37,6 +37,7 @@ from coca_lab.recipe_sections import TrainingRecipe
 from coca_lab.training.folder import (
     Summary,
     catch_write_errors,
+    check_complete,
     last_checkpoint,
     reads_checkpoint,
     sorted_checkpoints,
@@ -46,8 +47,9 @@ from coca_lab.training.objectives import Loss
 from coca_lab.training.retrieval import Retrieval
 from coca_lab.training.sharding import check_kind, prepare_sharding
 
-UNLOGGED = "unlogged"
-"""In the state of a checkpoint, the losses that `RecipeTrainer.log` has yet to log."""
+UNLOGGED, PROCESSES = "unlogged", "processes"
+"""In the state of a checkpoint, the losses that `RecipeTrainer.log` has yet to log, and how many
+processes have written it."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ONE_SIGNAL = 1.0
 """Seconds within which further signals count as the first: torchrun passes Ctrl-C on to processes
@@ -160,6 +162,7 @@ class RecipeTrainer(Trainer):
             # The loss is a mean over the micro-batch, so Trainer has to divide by their number.
             self.model_accepts_loss_kwargs = False
         self.unlogged: Tensor | float = 0.0  # the sum of the losses since the last logged
+        self.validated: list[Tensor] = []  # of every batch of a validation, nats and targets
         for default in (ProgressCallback, PrinterCallback):
             self.remove_callback(default)
         for callback in callbacks:
@@ -185,6 +188,9 @@ class RecipeTrainer(Trainer):
             self._load_from_checkpoint(resume)
             self.state = before
             return None
+        if checkpoint is not None:
+            processes: Any = (before.stateful_callbacks or {}).get(PROCESSES)
+            check_complete(checkpoint, self, processes)
         stop = StopOnSignal(self.accelerator)
         self.add_callback(stop)
         try:
@@ -219,29 +225,43 @@ class RecipeTrainer(Trainer):
         return self.lr_scheduler
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         if not model.training:
-            # Validation always measures the next-token loss, as a mean over the batch.
-            kwargs.pop("num_items_in_batch", None)
-            if not (inputs["shift_labels"] != -100).any():
-                raise UserError(
-                    "a block of the validation text has no token to predict: its documents are "
-                    "empty; remove them, or set data.separate_documents to false"
-                )
-        elif (targets := kwargs.get("num_items_in_batch")) is not None:
+            # Validation always measures the next-token loss, over all tokens (`evaluation_loop`).
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+            targets = (inputs["shift_labels"] != -100).sum()
+            loss = torch.where(targets > 0, loss.float(), 0.0)  # and not 0 / 0 without any target
+            self.validated.append(torch.stack((loss.detach() * targets, targets.float())))
+            return (loss, outputs) if return_outputs else loss
+        if self.loss is not None:
+            return self.loss(model, inputs)
+        if num_items_in_batch is not None:
             # Without any target, as between empty documents, the loss is 0 and not 0 / 0.
-            kwargs["num_items_in_batch"] = torch.as_tensor(targets).clamp_min(1)
-        if self.loss is None or not model.training:
-            return super().compute_loss(model, inputs, *args, **kwargs)
-        return self.loss(model, inputs)
+            num_items_in_batch = torch.as_tensor(num_items_in_batch).clamp_min(1)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        self.validated.clear()
         output = super().evaluation_loop(*args, **kwargs)
-        loss = (output.metrics or {}).get("eval_loss", 0.0)
+        # Trainer has the mean of the batches, which may have different numbers of targets.
+        read = self.accelerator.gather(torch.stack(self.validated).sum(0).unsqueeze(0))
+        nats, targets = torch.as_tensor(read).double().sum(0).tolist()
+        if not targets:
+            raise UserError(
+                "the validation text has no token to predict: its documents are empty; remove "
+                "them, or set data.separate_documents to false"
+            )
+        loss = nats / targets
         if not loss < math.log(sys.float_info.max):  # nan, or no perplexity
             raise self._diverged(f"the validation loss is {loss}")
-        if self.retrieval is not None and output.metrics is not None:
+        assert output.metrics is not None
+        output.metrics["eval_loss"] = loss
+        if self.retrieval is not None:
             shares = self.retrieval.shares(self.model)  # in evaluation mode after the loop
             output.metrics.update({f"eval_{name}": share for name, share in shares.items()})
         return output
@@ -285,6 +305,7 @@ class RecipeTrainer(Trainer):
         self._check_finite()
         kept: Any = self.state.stateful_callbacks
         kept[UNLOGGED] = self._sum_of_losses()
+        kept[PROCESSES] = self.args.world_size
         with catch_write_errors(folder, self.describe_saved):
             with writing_checkpoint(folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"):
                 super()._save_checkpoint(model, trial)
@@ -306,7 +327,8 @@ class RecipeTrainer(Trainer):
     def _issue_warnings_after_load(self, load_result: _IncompatibleKeys) -> None:
         """Raise ValueError where Trainer warns: weights that were not read would be random."""
         # Tied weights are saved once, so the others of their names are always missing.
-        tied = getattr(self.model, "all_tied_weights_keys", {})
+        assert self.model is not None  # given to __init__
+        tied = tied_names(self.model)
         missing = [name for name in load_result.missing_keys if name not in tied]
         for name in [*missing, *load_result.unexpected_keys][:1]:
             raise ValueError(f"{name} is in one of checkpoint and model only")
@@ -321,7 +343,7 @@ class RecipeTrainer(Trainer):
         self._check_finite()
         weights: Any = self.accelerator.get_state_dict(self.model)
         # Gathered or cast they no longer share memory, so tied ones would be saved twice.
-        tied: Any = getattr(model, "all_tied_weights_keys", {})
+        tied = tied_names(model)
         weights = {name: weight for name, weight in weights.items() if name not in tied}
         weights = weights if dtype is None else _cast(weights, dtype)
         if not self.is_world_process_zero():
@@ -384,6 +406,14 @@ class RecipeTrainer(Trainer):
         """The last checkpoint of the run, for error messages."""
         last = last_checkpoint(Path(str(self.args.output_dir)))
         return f"the last good checkpoint is {last}" if last else "no checkpoint was saved yet"
+
+
+def tied_names(model: nn.Module) -> set[str]:
+    """Names of weights that are another one's tensor, under whose name it is saved."""
+    # A configuration may say that two are tied which are not.
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    return {name for name in tied if name in weights and weights[name] is weights.get(tied[name])}
 
 
 def _cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ from coca_lab.files import hold
 from coca_lab.studies import load_study, run_study
 from coca_lab.studies import trial as module
 from coca_lab.training import load_recipe
+from coca_lab.training.arguments import training_arguments
 from runs import OPTIONS, changed, weights
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -219,20 +220,29 @@ def test_what_may_pass_is_never_recorded(small, tmp_path, monkeypatch):
     assert {c["model"] for c in run(small, ONE, tmp_path)["results"]} == {"some"}
 
 
-def test_too_large_a_batch_is_halved(small, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("batch", "first", "tried"), [(4, 4, [4, 2, 1]), (14, 14, [14, 7, 2, 1]), (9, 9, [9, 3, 1])]
+)
+def test_too_large_a_batch_is_read_in_smaller_equal_parts(
+    small, tmp_path, monkeypatch, batch, first, tried
+):
     seen, train = [], module.train
 
     def short_of_memory(recipe, *arguments, **options):
         seen.append(recipe.training.micro_batch_size)
+        training_arguments(recipe, *recipe.schedules, tmp_path)  # as a training begins
         if seen[-1] > 1:
             raise torch.OutOfMemoryError("no")
         return train(recipe, *arguments, **options)
 
+    options = yaml.safe_load(small.read_text())["options"]
+    sizes = {"training.global_batch_size": batch, "training.micro_batch_size": first}
+    small = edited(small, tmp_path, options=options | sizes)
     monkeypatch.setattr(module, "train", short_of_memory)
     run(small, ONE, tmp_path)
-    assert seen == [4, 2, 1]
+    assert seen == tried
     run(small, [*ONE, "--passkey.samples=1"], tmp_path)
-    assert seen == [4, 2, 1]
+    assert seen == tried
 
 
 def start(study, out):

@@ -17,8 +17,8 @@ from coca_lab.recipe import DataRecipe, ModelRecipe, Recipe
 from coca_lab.recipe_sections import TrainingRecipe
 from coca_lab.studies import load_study
 from coca_lab.training import as_yaml, load_recipe
+from coca_lab.training.arguments import training_arguments
 from coca_lab.training.model import _load_start, model_config
-from coca_lab.training.run import training_arguments
 from coca_lab.training.trainer import learning_rate_share
 from families import vanilla
 
@@ -213,7 +213,7 @@ def test_the_recipes_of_the_documentation_load(tmp_path):
     [
         ("global_batch_size=100", 3, "must be a multiple of micro_batch_size"),
         ("trainer={no_such_field: 1}", 1, "no_such_field"),
-        ("trainer={seed: 1}", 1, "repeats what the recipe sets itself: seed"),
+        ("trainer={seed: 1}", 1, "the recipe sets seed itself; set training.seed"),
     ],
 )
 def test_arguments_that_do_not_fit(tmp_path, word, processes, message):

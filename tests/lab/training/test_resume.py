@@ -1,6 +1,7 @@
 """Interrupted runs end with the same weights to the last bit; what cannot be resumed is named."""
 
 import errno
+import json
 import logging
 import math
 import os
@@ -155,6 +156,34 @@ def test_a_damaged_checkpoint_is_named(output, text_folder, name, damage):
     with pytest.raises(UserError, match=named) as caught:
         train(recipe(text_folder), output)
     assert "weights_only" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_a_checkpoint_without_a_file_is_not_resumed(trained, text_folder, tmp_path, name):
+    """It would go on with another rate, other moments or other random numbers."""
+    output = unfinished(trained, tmp_path / "run")
+    newest = output / "checkpoints" / "checkpoint-8"
+    (newest / name).rename(tmp_path / name)
+    with pytest.raises(UserError, match=rf"checkpoint-8 has no {name}, .*remove the folder"):
+        train(recipe(text_folder), output)
+    assert not is_finished(output)
+    shutil.copyfile(tmp_path / name, newest / name)
+    assert_the_same(train(recipe(text_folder), output), trained)
+    again = unfinished(trained, tmp_path / "again")
+    shutil.rmtree(again / "checkpoints" / "checkpoint-8")
+    assert_the_same(train(recipe(text_folder), again), trained)
+
+
+def test_a_checkpoint_of_other_processes_is_resumed_with_a_warning(output, text_folder, caplog):
+    newest = output / "checkpoints" / "checkpoint-8"
+    assert json.loads((newest / STATE).read_text())["stateful_callbacks"]["processes"] == 1
+    (newest / "rng_state.pth").rename(newest / "rng_state_0.pth")
+    with pytest.raises(UserError, match=r"has no rng_state\.pth"):
+        train(recipe(text_folder), output)
+    text = (newest / STATE).read_text()
+    (newest / STATE).write_text(text.replace('"processes": 1', '"processes": 2'))
+    train(recipe(text_folder), output)
+    assert "was written by 2 processes and is read by 1" in caplog.text
 
 
 def test_files_are_on_the_disk_before_another_checkpoint_goes(output, text_folder, monkeypatch):

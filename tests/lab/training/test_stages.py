@@ -1,5 +1,6 @@
 """Stages: what each trains, the order of the blocks, teachers, adapters, what is rejected."""
 
+import json
 import shutil
 
 import numpy as np
@@ -16,6 +17,7 @@ from coca_lab.recipe import StageRecipe
 from coca_lab.training import BlockDataset, load_recipe, read_summary, train
 from coca_lab.training.model import choose_parameters, make_model
 from coca_lab.training.texts import apportion, block_order, mixture_order
+from commands import run
 from families import vanilla
 from runs import (
     PAPER,
@@ -197,6 +199,59 @@ def test_adapters_train_resume_and_are_merged(base, text_folder, tmp_path):
     assert 0 < summary["trained"] < 0.5 * summary["parameters"]
 
 
+@pytest.fixture(scope="module")
+def separate(base, tmp_path_factory):
+    """A model whose head is its own although its configuration says that it is the embeddings."""
+    folder = shutil.copytree(base, tmp_path_factory.mktemp("separate") / "start")
+    model = vanilla("Llama", vocab_size=300)
+    model.config.tie_word_embeddings = True
+    model.save_pretrained(folder)
+    assert "lm_head.weight" in weights(folder)
+    return folder
+
+
+SEPARATE = {
+    "one": ([], {"attention": "strict"}),
+    "limited": ([], {"attention": "rope", "max_distance": 8}),
+    "as it is": ([], {"attention": "rope"}),
+    "two": ([{"name": "t", "train": "t"}, {"name": "all"}], {"attention": "strict"}),
+    "taught": (TEACHER, {"attention": "strict"}),
+    "adapters": ([{"name": "adapters", "train": "lora"}], {"attention": "rope"}),
+    "adapters twice": (
+        [{"name": "adapters", "train": "lora"}, {"name": "more", "train": "lora"}],
+        {"attention": "strict"},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SEPARATE)
+def test_a_separate_head_is_trained_and_saved(separate, text_folder, tmp_path, kind):
+    stages, model = SEPARATE[kind]
+    path = write_recipe(separate, text_folder, tmp_path / "r.yaml", stages, **model)
+    recipe = load_recipe(path)
+
+    def killed(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, tmp_path / "run", callbacks=[AtStep(5, killed)])
+    run = train(recipe, tmp_path / "run")
+    assert_the_same(run, train(recipe, tmp_path / "whole"))
+    for folder in (*(run / "stages" / each["name"] for each in stages[:-1]), run):
+        saved = weights(folder)
+        assert not AutoModelForCausalLM.from_pretrained(folder).config.tie_word_embeddings
+        head, embeddings = saved["lm_head.weight"], saved["model.embed_tokens.weight"]
+        assert (head - embeddings).abs().max() > 0.1
+        if "adapters" in kind or folder.name in ("t", "attention"):
+            assert torch.equal(head, weights(separate)["lm_head.weight"])
+    summary = read_summary(run)
+    assert summary["validation"][-1]["perplexity"] == pytest.approx(measured(run, recipe), rel=1e-5)
+    start = summary["start"]["perplexity"]
+    assert start == pytest.approx(measured(separate, recipe), rel=1e-5)
+    if kind == "as it is":
+        assert summary["validation"][0]["perplexity"] == pytest.approx(start, rel=1e-5)
+
+
 def test_a_start_is_read_farther_without_stages(base, staged, text_folder, tmp_path):
     """By position interpolation or limited distances, for blocks longer than its own."""
 
@@ -236,6 +291,50 @@ def test_starts_and_teachers_that_do_not_fit(
     path = write_recipe(base, text_folder, tmp_path / "r.yaml", stages, **model)
     with pytest.raises(UserError, match=message):
         train(load_recipe(path, options), tmp_path / "run")
+
+
+@pytest.mark.parametrize("attention", ["rope", "strict"])
+@pytest.mark.parametrize("kind", ["config.json", "hf_quant_config.json"])
+def test_a_quantised_start_is_refused_before_the_text_is_read(base, tmp_path, kind, attention):
+    start, gptq = shutil.copytree(base, tmp_path / "start"), {"quant_method": "gptq", "bits": 4}
+    content = {"quantization": {"quant_algo": "FP8"}}
+    if kind == "config.json":
+        content = json.loads((start / kind).read_text()) | {"quantization_config": gptq}
+    (start / kind).write_text(json.dumps(content))
+    path = write_recipe(start, "nowhere.txt", tmp_path / "r.yaml", [], attention=attention)
+    with pytest.raises(UserError, match=r"start is quantised, .*: set model\.start to the model"):
+        train(load_recipe(path), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_token_without_an_embedding_is_refused_where_it_occurs(
+    base, text_folder, tmp_path, capsys
+):
+    """CodeLlama's tokenizer has four more entries than some of its models have embeddings."""
+    start = shutil.copytree(base, tmp_path / "start")
+    tokenizer = load_tokenizer(base)
+    tokenizer.add_tokens(["<PRE>", "<SUF>", "<MID>", "<EOT>"])
+    tokenizer.save_pretrained(start)
+    path = write_recipe(start, text_folder, tmp_path / "r.yaml", [{"name": "t", "train": "t"}])
+    texts = shutil.copytree(text_folder, tmp_path / "texts")
+    with (texts / "00.txt").open("a") as file:
+        file.write(" <MID>")
+    measure = ["eval", "perplexity", start, "--windows=16", "--dtype=float32"]
+    commands = {
+        "train": ["train", path, "--output", tmp_path / "run", "--data.source"],
+        "eval": [*measure, "--output", tmp_path / "found.json", "--source"],
+    }
+    size = len(tokenizer)
+    message = f"has token {size - 2} ('<MID>'), the tokenizer {size} entries and the model"
+    for words in commands.values():
+        code, _, said = run(capsys, *words, texts)
+        assert code == 2 and message in said
+    assert not list((tmp_path / "run").rglob("checkpoint-*"))
+    for words in commands.values():
+        assert run(capsys, *words, text_folder)[0] == 0
+    assert run(capsys, "generate", start, "alpha", "--max-new-tokens=2")[0] == 0
+    code, _, said = run(capsys, "generate", start, "alpha <MID>", "--max-new-tokens=2")
+    assert code == 2 and message in said
 
 
 def test_a_stage_whose_parameters_the_model_lacks_is_rejected(base):

@@ -16,7 +16,7 @@ from coca_lab.training import as_yaml, is_finished, load_recipe, read_summary, t
 from coca_lab.training.folder import claim
 from commands import run
 from conftest import some_text
-from runs import changed, data_of, recipe, weights
+from runs import changed, data_of, recipe, weights, write_recipe
 
 
 def test_the_result_is_an_ordinary_transformers_folder(trained, text_folder):
@@ -55,6 +55,38 @@ def test_validation_reads_what_is_held_out_from_training(trained, text_folder):
     assert set(found.values()) == {True, False}
     few = recipe(text_folder, data__max_tokens=100)
     assert data_of(few, tokenizer).fingerprint["text"]["tokens"] == 100
+
+
+def test_validation_is_a_mean_over_tokens(text_folder, tmp_path):
+    """Not of batches, of which one has long documents and others a target in every second place."""
+    (tmp_path / "text").mkdir()
+    for index in range(80):
+        text = some_text(8, index) if index % 20 < 2 else "a"
+        (tmp_path / "text" / f"{index:02}.txt").write_text(text)
+    made = recipe(
+        text_folder,
+        data__separate_documents="true",
+        data__block_length=8,
+        validation__source=tmp_path / "text",
+        validation__batches=3,
+    )
+    run = train(made, tmp_path / "run")
+    blocks = [*data_of(made, load_tokenizer(run)).validation]
+    names = ("input_ids", "position_ids", "shift_labels")
+    ids, positions, targets = (torch.stack([block[name] for block in blocks]) for name in names)
+    counts = (targets != -100).sum(1)
+    assert len(counts.unique()) > 2
+    model = AutoModelForCausalLM.from_pretrained(run).eval()
+    with torch.no_grad():
+        logits = model(input_ids=ids, position_ids=positions).logits.double()
+    nats = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="none"
+    ).view(targets.shape)
+    expected = (nats.sum() / counts.sum()).exp().item()
+    of_batches = (nats.unflatten(0, (-1, 2)).sum((1, 2)) / counts.view(-1, 2).sum(1)).mean().exp()
+    assert abs(of_batches.item() / expected - 1) > 1e-3
+    found = read_summary(run)["validation"][-1]["perplexity"]
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_command_says_what_was_learned(text_folder, tmp_path, capsys):
@@ -120,12 +152,51 @@ def test_a_run_that_failed_before_its_first_checkpoint_may_be_corrected(tmp_path
     changes = {"data__held_out": 0, "validation__every": "null", "training__steps": 4}
     with pytest.raises(UserError, match="blocks, fewer than global_batch_size 100"):
         train(recipe(source, **changes, training__global_batch_size=100), output)
-    assert (output / "tokenizer").is_dir()
+    assert not output.exists()
     source.write_text(some_text(400, seed=1))
     corrected = recipe(source, **changes, data__vocab_size=290)
     ours, theirs = (train(corrected, folder) for folder in (output, tmp_path / "fresh"))
     assert changed(weights(ours), weights(theirs)) == set()
     assert load_recipe(output / "recipe.yaml") == corrected
+
+
+def test_a_start_that_fails_leaves_nothing(base, text_folder, tmp_path):
+    """Also not what an earlier one, which a kill has ended, had left."""
+    output, other = tmp_path / "run", tmp_path / "other"
+    path = write_recipe(base, text_folder, tmp_path / "r.yaml", [], attention="alibi")
+    with pytest.raises(UserError, match="cannot be converted to alibi"):
+        train(load_recipe(path), output)
+    assert not output.exists()
+    with pytest.raises(UserError, match=r"nothing\.txt"):
+        train(recipe(tmp_path / "nothing.txt"), output)
+    assert not output.exists()
+    other.mkdir()
+    (other / "recipe.yaml").write_text(as_yaml(recipe(text_folder)))
+    (other / "text.json").write_text("{}")
+    with pytest.raises(UserError, match="cannot be converted to alibi"):
+        train(load_recipe(path), other)
+    assert list(other.iterdir()) == []
+
+
+def test_a_text_that_is_too_short_to_validate_on_is_measured_whole(text_folder, tmp_path, caplog):
+    (tmp_path / "short.txt").write_text(some_text(26))
+    short = {"validation__source": tmp_path / "short.txt", "data__held_out": 0}
+    made = recipe(text_folder, **short, validation__batches=50, training__steps=2)
+    run = train(made, tmp_path / "run")
+    blocks = [*data_of(made, load_tokenizer(run)).validation]
+    count = len(blocks)
+    assert count % 2, "not whole micro-batches"
+    said = f"makes {count} blocks of 16 tokens, and validation.batches asks for 200: {count} are"
+    assert said in caplog.text
+    ids, targets = (
+        torch.stack([b[name] for b in blocks]) for name in ("input_ids", "shift_labels")
+    )
+    model = AutoModelForCausalLM.from_pretrained(run).eval()
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).exp()
+    found = read_summary(run)["validation"][-1]["perplexity"]
+    assert found == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_whose_folder_it_is(text_folder, tmp_path):
@@ -177,7 +248,6 @@ def test_what_needs_no_text_is_checked_first(text_folder, tmp_path, monkeypatch,
     ("changes", "message"),
     [
         ({"data__held_out": 1e-9}, r"data\.held_out: no documents"),
-        ({"validation__batches": 5000}, r"data\.held_out: .* fewer than 20000 .*fewer batches"),
         ({"data__block_length": 9999}, r"data\.source: .* fewer than one block"),
     ],
 )
