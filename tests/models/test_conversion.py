@@ -76,7 +76,11 @@ OBSTACLES = [
     ("phi", {"qk_layernorm": True}, "applies layer norms to queries and keys"),
     ("deepseek_v2", {"kv_lora_rank": 8}, "computes keys from a latent vector"),
     ("smollm3", {"no_rope_layers": [1, 0]}, "has layers without positions"),
-    ("cohere2", {}, "has layers without positions"),
+    (
+        "cohere2",
+        {"layer_types": ["sliding_attention", "full_attention"]},
+        "has layers without positions",
+    ),
     ("gpt_oss", {"num_local_experts": 4}, "has sinks, learned scores for attending to nothing"),
     ("granite_swa", {}, "has sinks"),
     ("lfm2", {"layer_types": ["conv", "full_attention"]}, "has layers of other types than atten"),

@@ -36,9 +36,9 @@ CLASSES = {
 """By model type, the fields beside sizes that give it layers without positions."""
 
 
-def made(kind):
+def made(kind, **changes):
     torch.manual_seed(0)
-    fields = SIZES | {"num_hidden_layers": 3} | CLASSES[kind]
+    fields = SIZES | {"num_hidden_layers": 3} | CLASSES[kind] | changes
     config = AutoConfig.for_model(kind, **fields)
     return far_from_uniform(AutoModelForCausalLM.from_config(config).eval())
 
@@ -69,6 +69,15 @@ def test_layers_without_positions_are_found(kind):
     model = made(kind)
     reads = attention_reads_positions(model, some_tokens(model, length=20))
     assert without_positions(model.config) == [not each for each in reads] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("kind", "window", "free"), [("cohere2", 8, True), ("afmoe", 8, True), ("exaone4", None, False)]
+)
+def test_layers_that_all_see_the_whole_text_have_positions_or_not(kind, window, free):
+    model = made(kind, layer_types=["full_attention"] * 3, sliding_window=window)
+    reads = attention_reads_positions(model, some_tokens(model, length=20))
+    assert without_positions(model.config) == [not each for each in reads] == [free] * 3
 
 
 @pytest.mark.parametrize("kind", CLASSES)

@@ -39,9 +39,10 @@ UNSUPPORTED = {
 }
 """Fields of configurations by which attention does something that a CoCA model's does not."""
 LETTERS = {"l": LOCAL, "g": GLOBAL}
-WITHOUT_POSITIONS = ("cohere2", "exaone4", "exaone_moe", "afmoe")
-"""Model types whose layers with full attention, beside layers with a window, have no positions,
-which no field says."""
+WITHOUT_POSITIONS = ("cohere2", "afmoe")
+"""Model types whose layers with full attention have no positions, which no field says."""
+WITHOUT_BESIDE_WINDOWS = ("exaone4", "exaone_moe")
+"""Those of which it is so if the model has a window."""
 
 
 def rope_parameters(config: PreTrainedConfig, layer_type: str | None = None) -> dict[str, Any]:
@@ -67,11 +68,12 @@ def without_positions(config: PreTrainedConfig) -> list[bool]:
         return [not theta for theta in thetas]
     if rotated:
         return [not each for each in rotated]
-    if config.model_type in WITHOUT_POSITIONS or (
-        has_own_roles(config) and rope_parameters(config).get("turning_pairs") == 0
-    ):
-        return [kind == GLOBAL and LOCAL in kinds for kind in kinds]
-    return [False] * len(kinds)
+    free = (
+        config.model_type in WITHOUT_POSITIONS
+        or (config.model_type in WITHOUT_BESIDE_WINDOWS and bool(config.sliding_window))
+        or (has_own_roles(config) and rope_parameters(config).get("turning_pairs") == 0)
+    )
+    return [free and kind == GLOBAL for kind in kinds]
 
 
 def own_window(config: PreTrainedConfig) -> int | None:
