@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 RETRIES = 6
 """How often a request is repeated that found no server, or a busy or broken one. The client waits
-0.5, 1, 2, 4, 8 and 8 s, or as long as ``Retry-After`` says, up to two minutes."""
+0.5, 1, 2, 4, 8 and 8 s, or as ``Retry-After`` says, up to two minutes (versions before 3: one)."""
 TIMEOUT = 3600.0
 """Seconds in which an answer has to begin: one that is not streamed begins with its last token."""
 CONNECT_TIMEOUT = 10.0
@@ -68,14 +68,14 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         self.url = self.url.rstrip("/")
+        expected = f"{self.url}: expected an address such as http://127.0.0.1:8000/v1"
         try:
             parts = urlsplit(self.url)
-            is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
             parts.port  # noqa: B018 (ValueError if it is none)
         except ValueError:
-            is_address = False
-        if not is_address:
-            raise UserError(f"{self.url}: expected an address such as http://127.0.0.1:8000/v1")
+            raise UserError(expected) from None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError(expected)
         if "@" in parts.netloc:  # it would be in results and messages
             raise UserError(f"the address of an endpoint has no user or password: set {KEY}")
         if find_spec("openai") is None:

@@ -179,10 +179,10 @@ def test_a_server_says_how_long_to_wait(tokenizer, waits):
         assert Endpoint(url, "m").answers(tokenizer, prompts_of(tokenizer), 7) == [" 12345"]
     assert waits == [7.0]
     tomorrow = 429, "tomorrow", ("Retry-After", "86400")
-    message = r"429: tomorrow \(it says Retry-After: 86400\)"
-    with server(tomorrow) as (url, read), pytest.raises(UserError, match=message):
+    message = r"429: tomorrow.* \(it says Retry-After: 86400\)"
+    with server(tomorrow) as (url, _), pytest.raises(UserError, match=message):
         Endpoint(url, "m").answers(tokenizer, prompts_of(tokenizer), 7)
-    assert len(read) == 1
+    assert max(waits) < 10  # it does not wait so long
 
 
 @pytest.mark.parametrize("broken", [1, 3])
@@ -430,7 +430,7 @@ def test_coca_serve_answers_as_the_model_does_here(capsys, model_folder, tmp_pat
     pytest.importorskip("uvicorn", reason="Transformers' server is an extra")
     folder = penalised(model_folder, tmp_path / "model")
     words = [folder, "--lengths", "300,301", "--samples", "8", "--max-new-tokens", "12"]
-    with serving(folder, tmp_path / "log", "--context", "2048") as (url, _):
+    with serving(folder, tmp_path / "log") as (url, _):
         at = ["--endpoint", f"{url}/v1", "--model", str(folder), "--requests", "2"]
         assert_answers_alike(capsys, words, at, tmp_path / "r.json")
 
