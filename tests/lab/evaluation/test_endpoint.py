@@ -185,9 +185,10 @@ def test_a_server_says_how_long_to_wait(tokenizer, waits):
     assert max(waits) < 10  # it does not wait so long
 
 
+@pytest.mark.parametrize("status", [200, 400, 503])
 @pytest.mark.parametrize("broken", [1, 3])
-def test_a_body_that_breaks_off_is_asked_for_again(tokenizer, broken):
-    half = (200, completion()[1][:20], ("Content-Length", "900"))
+def test_a_body_that_breaks_off_is_asked_for_again(tokenizer, broken, status):
+    half = (status, completion()[1][:20], ("Content-Length", "900"))
     with server(*[half] * broken, completion()) as (url, read):
         endpoint = Endpoint(url, "m")
         if broken == 1:
@@ -320,11 +321,14 @@ def test_an_interruption_is_obeyed_while_a_server_hangs(tokenizer, tmp_path):
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         silent.settimeout(120)
-        connection, _ = silent.accept()
-        with connection:
-            assert connection.recv(4) == b"POST"
-            process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=60)  # the request itself may take an hour
+        try:
+            connection, _ = silent.accept()
+            with connection:
+                assert connection.recv(4) == b"POST"
+                process.send_signal(signal.SIGINT)
+                _, err = process.communicate(timeout=60)  # the request itself may take an hour
+        finally:
+            process.kill()
     assert process.returncode == 130 and "coca: interrupted" in err and "Traceback" not in err
 
 
