@@ -54,6 +54,6 @@ def answering(log: Path, environment: dict[str, str], *words: Any) -> Iterator[t
 
 
 def serving(folder: Path, log: Path, *options: str) -> AbstractContextManager[tuple[str, Any]]:
-    """The address and the process of ``coca serve``, which has loaded no model yet."""
+    """The address and the process of ``coca serve``."""
     words = [sys.executable, "-m", "coca_lab.cli", "serve", folder, "--device", "cpu", *options]
     return answering(log, {"PYTHONPATH": ":".join(sys.path)}, *words)

@@ -1,33 +1,48 @@
-"""Prompts answered by a server with OpenAI's completions: vLLM, llama.cpp, ``coca serve``."""
+"""Prompts answered by a server with OpenAI's completions: vLLM, llama.cpp, ``coca serve``.
 
+The client of the package ``openai`` does the HTTP, waits and retries. What is here keeps the
+answers comparable with a model in this process: exact prompts, greedy decoding, and errors in
+place of answers to something else.
+"""
+
+import asyncio
 import json
 import logging
+import math
 import os
-import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import re
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from http.client import HTTPException
-from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 from transformers import PreTrainedTokenizerBase
 
-from coca_attention.errors import UserError
+from coca_attention.errors import UserError, install
 from coca_lab.data.tasks import Prompt, leading_special_tokens
+
+if TYPE_CHECKING:  # an optional package, whose import takes a second
+    from openai import AsyncOpenAI
 
 log = logging.getLogger(__name__)
 
-WAITS = (1.0, 4.0, 16.0)
-"""Seconds before a request is repeated that found no server, or a busy or broken one."""
+RETRIES = 6
+"""How often a request is repeated that found no server, or a busy or broken one. The client waits
+0.5, 1, 2, 4, 8 and 8 s, or as ``Retry-After`` says, up to two minutes (versions before 3: one)."""
 TIMEOUT = 3600.0
-"""Seconds in which an answer has to begin."""
+"""Seconds in which an answer has to begin: one that is not streamed begins with its last token."""
+CONNECT_TIMEOUT = 10.0
+"""Seconds in which a server has to accept a connection."""
 NO_PENALTY = {"frequency_penalty": 0, "repetition_penalty": 1, "repeat_penalty": 1}
 """In place of those of the model's own generation settings: as Transformers' server, vLLM with
 SGLang, and llama.cpp call it. A server that refuses one of these names is asked without it."""
-BUSY = (408, 429, 500, 502, 503, 504)
-"""Statuses after which a request is repeated."""
+KEY = "OPENAI_API_KEY"
+"""The environment variable with the server's key."""
+ECHO = "log probabilities of a prompt need a server that takes echo with logprobs (vLLM, SGLang)"
+
+Question = TypeVar("Question")
+Answer = TypeVar("Answer")
 
 
 @dataclass
@@ -53,8 +68,24 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         self.url = self.url.rstrip("/")
-        if not self.url.startswith(("http://", "https://")):
-            raise UserError(f"{self.url}: expected an address such as http://127.0.0.1:8000/v1")
+        expected = f"{self.url}: expected an address such as http://127.0.0.1:8000/v1"
+        try:
+            parts = urlsplit(self.url)
+            parts.port  # noqa: B018 (ValueError if it is none)
+        except ValueError:
+            raise UserError(expected) from None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError(expected)
+        if "@" in parts.netloc:  # it would be in results and messages
+            raise UserError(f"the address of an endpoint has no user or password: set {KEY}")
+        if find_spec("openai") is None:
+            raise UserError(f"an endpoint needs the package openai: {install('endpoint')}")
+        if not (self._key.isascii() and self._key.isprintable()):
+            raise UserError(f"{KEY} has characters that no key has: set it to the key alone")
+
+    @property
+    def _key(self) -> str:  # read when it is used, so that no copy of an endpoint holds it
+        return os.environ.get(KEY, "").strip()
 
     def answers(
         self, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], most: int
@@ -65,61 +96,187 @@ class Endpoint:
             UserError: If the server cannot be reached, refuses a prompt, reads another number of
                 tokens, or says something else than an answer, with its words.
         """
-        with ThreadPoolExecutor(self.requests) as pool:
-            return [*pool.map(lambda prompt: self._answer(tokenizer, prompt, most), prompts)]
 
-    def _answer(self, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, most: int) -> str:
-        sent = as_sent(tokenizer, prompt)
-        said = self._ask(
-            {"model": self.model, "prompt": sent, "max_tokens": most, "temperature": 0}
-        )
-        try:
-            text, read = said["choices"][0]["text"], (said.get("usage") or {}).get("prompt_tokens")
-        except (KeyError, IndexError, TypeError, AttributeError):
-            text = read = None
-        if not isinstance(text, str):
-            raise self._error(f"expected a completion, got {_short(json.dumps(said))}")
+        async def answer(client: "AsyncOpenAI", prompt: Prompt) -> str:
+            sent = as_sent(tokenizer, prompt)
+            said = await self._ask(client, {"prompt": sent, "max_tokens": most})
+            text = _choice(said).get("text")
+            if not isinstance(text, str):
+                raise self._error(f"expected a completion, got {json.dumps(said)}")
+            self._check_read(said, len(prompt.ids))
+            return self._without_prompt(tokenizer, prompt, text, most)
+
+        return self._together(answer, prompts)
+
+    def log_probabilities(
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+    ) -> list[list[float]]:
+        """Log probability, in nats, of each token of an answer given the prompt before it.
+
+        Args:
+            prompts: Token ids, at least one each.
+            answers: Token ids of an answer to each prompt.
+
+        Raises:
+            UserError: As `answers`, and if the server returns no log probabilities of a prompt.
+        """
+
+        async def read(
+            client: "AsyncOpenAI", pair: tuple[Sequence[int], Sequence[int]]
+        ) -> list[float]:
+            prompt, answer = pair
+            ids = [*prompt, *answer]
+            # One token more, which is dropped: not every server takes 0.
+            asked = {"prompt": ids, "max_tokens": 1, "echo": True, "logprobs": 1}
+            said = await self._ask(client, asked, advice=ECHO)
+            found = _choice(said).get("logprobs")
+            values = found.get("token_logprobs") if isinstance(found, dict) else None
+            if not isinstance(values, list):
+                raise self._error(f"{ECHO}, got {json.dumps(said)}")
+            self._check_read(said, len(ids))
+            if len(values) not in (len(ids), len(ids) + 1):
+                raise self._error(f"{ECHO}, got {len(values)} for {len(ids)} tokens")
+            wanted = values[len(prompt) : len(ids)]
+            # Round-off may exceed 0; a null stands for a token that has none.
+            if not all(
+                isinstance(each, float | int) and -math.inf < each < 0.01 for each in wanted
+            ):
+                raise self._error(f"expected log probabilities, got {json.dumps(wanted)}")
+            return [float(each) for each in wanted]
+
+        if not all(prompts):
+            raise ValueError("expected prompts of at least one token, got an empty one")
+        return self._together(read, [*zip(prompts, answers, strict=True)])
+
+    def _together(
+        self,
+        ask: Callable[["AsyncOpenAI", Question], Awaitable[Answer]],
+        questions: Sequence[Question],
+    ) -> list[Answer]:
+        """The answers to all questions, so many requests at once; the first error ends all."""
+        import openai
+        from anyio.from_thread import start_blocking_portal
+
+        async def before(request: Any) -> None:
+            if not self._key:  # which the client does not start without
+                request.headers.pop("Authorization", None)
+            if request.headers.get("x-stainless-retry-count", "0") != "0":
+                self._warn("again", f"no answer, or busy; asking again, up to {RETRIES} times")
+
+        async def ask_all() -> list[Answer]:
+            http = openai.DefaultAsyncHttpxClient(
+                follow_redirects=False,  # or the key would go where the server says
+                event_hooks={"request": [before]},
+            )
+            client = openai.AsyncOpenAI(
+                base_url=self.url,
+                api_key=self._key or "none",
+                max_retries=RETRIES,
+                timeout=openai.Timeout(TIMEOUT, connect=CONNECT_TIMEOUT),
+                http_client=http,
+            )
+            places = asyncio.Semaphore(self.requests)
+
+            async def ask_one(question: Question) -> Answer:
+                async with places:
+                    return await ask(client, question)
+
+            async with client:
+                try:
+                    async with asyncio.TaskGroup() as group:
+                        tasks = [group.create_task(ask_one(each)) for each in questions]
+                except BaseExceptionGroup as errors:
+                    raise errors.exceptions[0] from None
+            return [task.result() for task in tasks]
+
+        # The requests have a thread of their own, for which this one waits: an interruption
+        # arrives here at once, whatever the server does, and then cancels them. A notebook,
+        # whose thread has an event loop already, needs it too.
+        with start_blocking_portal() as portal:
+            return portal.call(ask_all)
+
+    async def _ask(self, client: "AsyncOpenAI", body: dict[str, Any], advice: str = "") -> Any:
+        """What the server says to a request, with advice for a refusal."""
+        import openai
+
+        while True:
+            if self.failed is not None:
+                raise self.failed
+            guards = {name: value for name, value in NO_PENALTY.items() if name not in self.refused}
+            try:
+                answer = await client.completions.with_raw_response.create(
+                    model=self.model, temperature=0, **body, extra_body=guards
+                )
+            except openai.APIStatusError as error:
+                status, said = error.status_code, error.response.text
+                named = first_named(guards, said) if status in (400, 422) else None
+                if named is not None:
+                    self.refused.add(named)
+                    self._warn(named, f"it takes no {named}, and is asked without")
+                    continue
+                problem = self._error(self._status(error) + (f" ({advice})" if advice else ""))
+                if status in (408, 409, 429) or status >= 500:
+                    self.failed = problem
+                raise problem from None  # the client's own error has the server's whole text
+            except openai.APIConnectionError as error:
+                cause = str(error.__cause__ or "") or type(error.__cause__ or error).__name__
+                self.failed = self._error(f"no answer ({cause}){_times(error)}")
+                raise self.failed from None
+            said = answer.http_response.text
+            try:
+                return json.loads(said)
+            except ValueError:
+                raise self._error(f"expected JSON, got {said}") from None
+
+    def _status(self, error: Any) -> str:
+        """A status in words: the server's, and what the reader cannot see."""
+        said = f"status {error.status_code}: {error.response.text or 'nothing'}{_times(error)}"
+        if 300 <= error.status_code < 400:
+            said += (
+                f" (it redirects to {error.response.headers.get('location')}, which is not "
+                "followed: give the address itself, if you trust it with the key)"
+            )
+        if wait := error.response.headers.get("retry-after"):
+            said += f" (it says Retry-After: {wait})"
+        return said
+
+    def _check_read(self, said: Any, count: int) -> None:
+        """Raise UserError if the server has read another number of tokens than the prompt has."""
+        usage = said.get("usage")
+        usage = usage if isinstance(usage, dict) else {}
+        read = usage.get("prompt_tokens")
         if read is None:
             self._warn("usage", "without usage.prompt_tokens, cut prompts are not noticed")
         elif not isinstance(read, int):
-            raise self._error(f"expected a number of prompt_tokens, got {_short(json.dumps(read))}")
-        elif read != len(prompt.ids):
-            raise self._error(
-                f"it read {read} tokens of a prompt of {len(prompt.ids)}: give the folder of its "
-                "own tokenizer, and a length that it takes"
-            )
-        return text
+            raise self._error(f"expected a number of prompt_tokens, got {json.dumps(read)}")
+        elif read != count:
+            details = usage.get("prompt_tokens_details")
+            cached = details.get("cached_tokens") if isinstance(details, dict) else None
+            if isinstance(cached, int) and read + cached == count:
+                return  # those of its cache are counted apart
+            advice = "give the folder of its own tokenizer, and a length that it takes"
+            if read < count:
+                advice += "; if it counts no tokens that it finds in a cache, switch that cache off"
+            raise self._error(f"it read {read} tokens of a prompt of {count}: {advice}")
 
-    def _ask(self, body: dict[str, object]) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        problem = said = ""
-        for wait in (*WAITS, None):
-            if self.failed is not None:
-                raise self.failed
-            sent = body | {n: value for n, value in NO_PENALTY.items() if n not in self.refused}
-            request = Request(f"{self.url}/completions", json.dumps(sent).encode(), headers)
-            try:
-                with urlopen(request, timeout=TIMEOUT) as response:
-                    said = response.read().decode(errors="replace")
-                return json.loads(said)
-            except HTTPError as error:
-                problem = f"status {error.code}: {_short(error.read().decode(errors='replace'))}"
-                if refused := {name for name in NO_PENALTY if name in sent and name in problem}:
-                    self.refused |= refused
-                    continue
-                if error.code not in BUSY:
-                    raise self._error(problem) from error
-            except ValueError as error:
-                raise self._error(f"expected JSON, got {_short(said)}") from error
-            except (OSError, HTTPException) as error:
-                problem = f"no answer ({error or type(error).__name__})"
-            if wait is not None:
-                self._warn("again", f"{problem}; asking again, up to {len(WAITS)} times")
-            time.sleep(wait or 0)
-        self.failed = self._error(f"{problem}, {len(WAITS) + 1} times")
-        raise self.failed
+    def _without_prompt(
+        self, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, text: str, most: int
+    ) -> str:
+        """An answer without the prompt, which some servers repeat: what it hides would be found."""
+        if self._key and self._key in text:
+            raise self._error(f"its answer repeats the key, {KEY}, and is not kept")
+        special = len(leading_special_tokens(tokenizer))
+        asked = prompt.text or str(tokenizer.decode(prompt.ids[special:]))
+        if "".join(asked.split()) in "".join(text.split()):
+            _, found, text = text.partition(asked)
+            if not found:
+                raise self._error("it repeats the prompt with other spaces: switch that off")
+            self._warn("echo", "it repeats the prompt, which is taken off its answers")
+        # A character that is no whole one may be three or four tokens when it is read again.
+        count = len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        if count > 4 * most:
+            raise self._error(f"it answered {count} tokens where {most} were asked for: {text}")
+        return text
 
     def _warn(self, about: str, problem: str) -> None:
         if about not in self.warned:
@@ -127,7 +284,14 @@ class Endpoint:
             log.warning("%s", self._error(problem))
 
     def _error(self, problem: str) -> UserError:
-        return UserError(f"{self.url} ({self.model}): {problem}")
+        """An error in one line of bounded length, without the key, whoever repeats it."""
+        line = " ".join(problem.split())
+        if self._key:
+            for spelling in (self._key, json.dumps(self._key)[1:-1]):
+                line = line.replace(spelling, f"[{KEY}]")
+        if len(line) > 500:
+            line = f"{line[:300]} … {line[-200:]}"
+        return UserError(f"{self.url} ({self.model}): {line}")
 
 
 def as_sent(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str | list[int]:
@@ -138,5 +302,25 @@ def as_sent(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str | list[in
     return text if tokenizer(text, verbose=False)["input_ids"] == prompt.ids else prompt.ids
 
 
-def _short(text: str) -> str:
-    return " ".join(text.split())[:300] or "nothing"
+def first_named(fields: Sequence[str] | dict[str, Any], said: str) -> str | None:
+    """The field that a refusal names first; not one in a repetition of the request."""
+    # There a number follows: "repeat_penalty": 1, perhaps with escaped quotes.
+    places = {
+        name: found.start()
+        for name in fields
+        if (found := re.search(rf"\b{re.escape(name)}\b(?!\W{{0,6}}\d)", said))
+    }
+    return min(places, key=places.__getitem__, default=None)
+
+
+def _choice(said: Any) -> dict[str, Any]:
+    """The first choice of a completion, empty if there is none."""
+    choices = said.get("choices") if isinstance(said, dict) else None
+    first = choices[0] if isinstance(choices, list) and choices else None
+    return first if isinstance(first, dict) else {}
+
+
+def _times(error: Any) -> str:
+    """How often was asked, if more than once: the client counts in a header."""
+    retries = int(error.request.headers.get("x-stainless-retry-count", 0))
+    return f", {retries + 1} times" if retries else ""

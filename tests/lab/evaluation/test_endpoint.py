@@ -2,11 +2,16 @@
 
 import copy
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from unittest.mock import Mock
 
+import anyio
 import pytest
 from tokenizers.processors import TemplateProcessing
 
@@ -34,11 +39,13 @@ def server(*said):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with lock:
                 read.append((self.path, self.headers, body))
-                status, text = said[min(len(read), len(said)) - 1]
+                status, text, *headers = said[min(len(read), len(said)) - 1]
             if text == "together":
                 together.wait(10)  # for another request, else the test fails
                 status, text = completion()
             self.send_response(status)
+            for name, value in headers:
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(text.encode())
 
@@ -57,8 +64,18 @@ def server(*said):
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    monkeypatch.setattr(module, "WAITS", (0.0, 0.0))
+def waits(monkeypatch):
+    """The seconds for which the client waits before it asks again, here in no time."""
+    monkeypatch.setattr(module, "RETRIES", 2)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    seconds, sleep = [], anyio.sleep
+
+    async def wait(delay):
+        seconds.append(delay)
+        await sleep(0)
+
+    monkeypatch.setattr(anyio, "sleep", wait)
+    return seconds
 
 
 def prompts_of(tokenizer, count=1):
@@ -77,19 +94,56 @@ def test_a_prompt_is_sent_as_openai_says(tokenizer, monkeypatch):
     assert body == asked | NO_PENALTY
 
 
-def test_a_server_is_asked_without_the_penalties_that_it_does_not_know(tokenizer):
-    refused = 422, "Unexpected fields: {'repeat_penalty', 'repetition_penalty'}"
-    with server(refused, completion()) as (url, read):
+@pytest.mark.parametrize(
+    "refused",
+    [
+        # Transformers, OpenAI, pydantic, and one that lists what it takes
+        "Unexpected fields in the request: {'repeat_penalty', 'repetition_penalty'}",
+        '{"error": {"message": "Unrecognized request argument supplied: repeat_penalty"}}',
+        '{"detail": [{"loc": ["body", "repeat_penalty"], "input": 1}]}',
+        "unknown field `repeat_penalty`, expected one of `prompt`, `frequency_penalty`",
+    ],
+)
+@pytest.mark.parametrize("status", [400, 422])
+def test_a_server_is_asked_without_a_field_that_it_names(tokenizer, refused, status, caplog):
+    # A busy server between does not count: it is asked again as often as ever.
+    busy = [(503, "loading")] * 2
+    with server(*busy, (status, refused), *busy, completion()) as (url, read):
         endpoint = Endpoint(url, "m")
         assert endpoint.answers(tokenizer, prompts_of(tokenizer), 7) == [" 12345"]
         assert endpoint.answers(tokenizer, prompts_of(tokenizer), 7) == [" 12345"]
     sent = [NO_PENALTY.keys() & body for _, _, body in read]
-    assert sent == [NO_PENALTY.keys(), {"frequency_penalty"}, {"frequency_penalty"}]
+    assert sent == [NO_PENALTY.keys()] * 3 + [NO_PENALTY.keys() - {"repeat_penalty"}] * 4
+    assert [said for said in caplog.messages if "it takes no repeat_penalty" in said]
+
+
+@pytest.mark.parametrize("status", [503, 429, 500, 403])
+def test_no_other_status_drops_a_guard(tokenizer, status):
+    with server((status, "repeat_penalty"), completion()) as (url, read):
+        endpoint = Endpoint(url, "m")
+        if status == 403:
+            with pytest.raises(UserError, match="status 403"):
+                endpoint.answers(tokenizer, prompts_of(tokenizer), 7)
+        else:
+            endpoint.answers(tokenizer, prompts_of(tokenizer), 7)
+    assert not endpoint.refused and NO_PENALTY.keys() < read[-1][2].keys()
+
+
+@pytest.mark.parametrize("status", [400, 422, 503])
+def test_a_server_that_repeats_the_request_refuses_no_field(tokenizer, status):
+    sent = {"model": "m", "prompt": "a", "max_tokens": 7} | NO_PENALTY
+    said = json.dumps({"error": f"no such model: {json.dumps(sent)}", "request": sent})
+    with server((status, said)) as (url, read):
+        endpoint = Endpoint(url, "m")
+        with pytest.raises(UserError, match=f"status {status}: .*no such model"):
+            endpoint.answers(tokenizer, prompts_of(tokenizer), 7)
+    assert not endpoint.refused and len(read) == (3 if status == 503 else 1)
 
 
 def test_a_server_that_counts_no_tokens_is_warned_of(tokenizer, caplog):
-    with server(completion()) as (url, _):
+    with server(completion()) as (url, read):
         Endpoint(url, "m").answers(tokenizer, prompts_of(tokenizer, 3), 7)
+    assert all("Authorization" not in headers for _, headers, _ in read)
     (said,) = caplog.messages
     assert "cut prompts are not noticed" in said
 
@@ -120,6 +174,66 @@ def test_busy_servers_are_asked_again(tokenizer):
     assert len(read) == 3
 
 
+def test_a_server_says_how_long_to_wait(tokenizer, waits):
+    with server((503, "busy", ("Retry-After", "7")), completion()) as (url, _):
+        assert Endpoint(url, "m").answers(tokenizer, prompts_of(tokenizer), 7) == [" 12345"]
+    assert waits == [7.0]
+    tomorrow = 429, "tomorrow", ("Retry-After", "86400")
+    message = r"429: tomorrow.* \(it says Retry-After: 86400\)"
+    with server(tomorrow) as (url, _), pytest.raises(UserError, match=message):
+        Endpoint(url, "m").answers(tokenizer, prompts_of(tokenizer), 7)
+    assert max(waits) < 10  # it does not wait so long
+
+
+@pytest.mark.parametrize("status", [200, 400, 503])
+@pytest.mark.parametrize("broken", [1, 3])
+def test_a_body_that_breaks_off_is_asked_for_again(tokenizer, broken, status):
+    half = (status, completion()[1][:20], ("Content-Length", "900"))
+    with server(*[half] * broken, completion()) as (url, read):
+        endpoint = Endpoint(url, "m")
+        if broken == 1:
+            assert endpoint.answers(tokenizer, prompts_of(tokenizer), 7) == [" 12345"]
+        else:
+            with pytest.raises(UserError, match=r"no answer \(.*\), 3 times"):
+                endpoint.answers(tokenizer, prompts_of(tokenizer), 7)
+    assert len(read) == min(broken + 1, 3)
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_no_redirect_takes_the_key_to_another_host(tokenizer, monkeypatch, status):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    with server(completion()) as (other, stolen):
+        elsewhere = status, "", ("Location", f"{other}/completions")
+        message = f"status {status}.* redirects to {other}"
+        with server(elsewhere) as (url, _), pytest.raises(UserError, match=message):
+            Endpoint(url, "m").answers(tokenizer, prompts_of(tokenizer), 7)
+    assert not stolen
+
+
+def test_the_key_is_in_no_message_and_no_answer(tokenizer, monkeypatch, caplog):
+    key = "sk-" + "0123456789" * 6
+    monkeypatch.setenv("OPENAI_API_KEY", f"{key}\n")
+    said = f"the key {key} is wrong"
+    cut = 400, "x" * 270 + key  # within the key, if it were not taken out first
+    elsewhere = 302, "", ("Location", f"http://x/?{key}")
+    for refusal in ((401, said), (503, said), (200, said), cut, elsewhere):
+        with server(refusal) as (url, _), pytest.raises(UserError) as caught:
+            Endpoint(url, "m").answers(tokenizer, prompts_of(tokenizer), 7)
+        assert "[OPENAI_API_KEY]" in str(caught.value) and "sk-0" not in str(caught.value)
+        assert caught.value.__suppress_context__  # a traceback has no other message
+    with server(completion(f" 12345 {key}")) as (url, _):
+        endpoint = Endpoint(url, "m")
+        with pytest.raises(UserError, match="answer repeats the key, OPENAI_API_KEY"):
+            endpoint.answers(tokenizer, prompts_of(tokenizer), 7)
+    assert "sk-0" not in caplog.text and key not in repr(vars(endpoint))
+    with pytest.raises(UserError, match="no user or password: set OPENAI_API_KEY") as caught:
+        Endpoint(f"http://me:{key}@localhost/v1", "m")
+    assert key not in str(caught.value)
+    monkeypatch.setenv("OPENAI_API_KEY", "schlüssel")
+    with pytest.raises(UserError, match="characters that no key has"):
+        Endpoint("http://localhost/v1", "m")
+
+
 @pytest.mark.parametrize(
     ("said", "message", "requests"),
     [
@@ -133,6 +247,9 @@ def test_busy_servers_are_asked_again(tokenizer):
         ((200, "[1]"), "expected a completion, got \\[1\\]", 1),
         (completion(prompt_tokens="300"), 'expected a number of prompt_tokens, got "300"', 1),
         (completion(prompt_tokens=256), "it read 256 tokens of a prompt of 300: give the", 1),
+        (completion(prompt_tokens=256), "counts no tokens that it finds in a cache, switch", 1),
+        (completion(prompt_tokens=301), "it read 301 tokens of a prompt of 300: .* takes$", 1),
+        (completion(" 1" * 99), "it answered .* tokens where 7 were asked for", 1),
     ],
 )
 def test_wrong_answers_are_errors_with_the_servers_words(tokenizer, said, message, requests):
@@ -143,19 +260,117 @@ def test_wrong_answers_are_errors_with_the_servers_words(tokenizer, said, messag
     assert len(read) == requests
 
 
-def test_a_server_that_is_gone_is_not_asked_for_ever(tokenizer, monkeypatch, caplog):
+def test_tokens_from_a_cache_may_be_counted_apart(tokenizer):
+    counted = completion(prompt_tokens=44, prompt_tokens_details={"cached_tokens": 256})
+    with server(counted) as (url, _):
+        assert Endpoint(url, "m").answers(tokenizer, prompts_of(tokenizer), 7) == [" 12345"]
+
+
+def test_a_prompt_in_an_answer_is_no_answer(tokenizer, caplog):
+    (prompt,) = prompts_of(tokenizer)
+    text = tokenizer.decode(prompt.ids)
+    for echo in (text, f"<s>{text}", text.replace(" ", "  ")):
+        with server(completion(f"{echo} is what?")) as (url, _):
+            endpoint = Endpoint(url, "m")
+            if "  " in echo:
+                with pytest.raises(UserError, match="repeats the prompt with other spaces"):
+                    endpoint.answers(tokenizer, [prompt], 7)
+            else:
+                assert endpoint.answers(tokenizer, [prompt], 7) == [" is what?"]
+    assert "it repeats the prompt, which is taken off its answers" in caplog.text
+
+
+def test_a_server_that_is_gone_is_not_asked_for_ever(tokenizer, waits, caplog):
     with server(completion()) as (url, _):
         pass
-    endpoint, asked = Endpoint(url, "m"), Mock(wraps=module.urlopen)
-    monkeypatch.setattr(module, "urlopen", asked)
+    endpoint = Endpoint(url, "m")
     for _ in range(2):
-        with pytest.raises(UserError, match=r"no answer \(.*refused.*\), 3 times"):
+        with pytest.raises(UserError, match=r"no answer \(.*\), 3 times"):
             endpoint.answers(tokenizer, prompts_of(tokenizer), 7)
-    assert asked.call_count == 3
+    assert len(waits) == 2
     (said,) = caplog.messages  # while the user waits
-    assert "refused" in said and said.endswith("asking again, up to 2 times")
+    assert said.endswith("asking again, up to 2 times")
+
+
+@pytest.mark.parametrize(
+    "url", ["file:///etc/passwd", "localhost:8000", "http://", "http://a:b/v1", "http://[1/v1"]
+)
+def test_what_is_no_address_is_refused(url):
     with pytest.raises(UserError, match="expected an address such as http"):
-        Endpoint("file:///etc/passwd", "m")
+        Endpoint(url, "m")
+
+
+def test_without_the_client_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"needs the package openai: .*\[endpoint\]"):
+        Endpoint("http://localhost/v1", "m")
+
+
+def test_an_interruption_is_obeyed_while_a_server_hangs(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    words = ["eval", "passkey", tmp_path, "--model", "m", "--lengths", "300", "--samples", "2"]
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.listen()
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
+        command = [sys.executable, "-m", "coca_lab.cli", *map(str, words), "--endpoint", url]
+        process = subprocess.Popen(
+            command,
+            env=os.environ | {"PYTHONPATH": ":".join(sys.path)},
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+        silent.settimeout(120)
+        try:
+            connection, _ = silent.accept()
+            with connection:
+                assert connection.recv(4) == b"POST"
+                process.send_signal(signal.SIGINT)
+                _, err = process.communicate(timeout=60)  # the request itself may take an hour
+        finally:
+            process.kill()
+    assert process.returncode == 130 and "coca: interrupted" in err and "Traceback" not in err
+
+
+# Log probabilities of given tokens
+
+
+def probabilities(*values, count=5):
+    choice = {"text": "x", "logprobs": {"token_logprobs": [None, *values]}}
+    return 200, json.dumps({"choices": [choice], "usage": {"prompt_tokens": count}})
+
+
+def test_log_probabilities_are_those_of_the_answers_tokens(monkeypatch):
+    with server(probabilities(-1, -2, -3, -4.5, -9)) as (url, read):
+        found = Endpoint(url, "m").log_probabilities([[5, 6, 7], [5]], [[8, 9], [1, 2, 3, 4]])
+        assert found == [[-3.0, -4.5], [-1.0, -2.0, -3.0, -4.5]]
+        assert Endpoint(url, "m").log_probabilities([], []) == []
+    asked = {"echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "model": "m"}
+    assert sorted(body["prompt"] for _, _, body in read) == [[5, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert all(body.items() >= asked.items() for _, _, body in read)
+    with pytest.raises(ValueError, match="at least one token"):
+        Endpoint("http://localhost/v1", "m").log_probabilities([[]], [[1]])
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (completion(prompt_tokens=5), "takes echo with logprobs .vLLM, SGLang., got"),
+        (probabilities(-1), "takes echo with logprobs .vLLM, SGLang., got 2 for 5 tokens"),
+        ((400, "Only no echo is supported"), "Only no echo is .*takes echo with logprobs"),
+        (probabilities(-1, -2, -3, -4, count=4), "it read 4 tokens of a prompt of 5"),
+        (probabilities(-1, -2, None, -4), r"expected log probabilities, got \[null, -4\]"),
+        (probabilities(-1, -2, float("nan"), -4), "expected log probabilities"),
+        (probabilities(-1, -2, 3, -4), r"expected log probabilities, got \[3, -4\]"),
+        ((200, "[1]"), "takes echo with logprobs"),
+    ],
+)
+def test_servers_without_log_probabilities_of_prompts_are_refused(said, message):
+    with server(said) as (url, _), pytest.raises(UserError, match=message):
+        Endpoint(url, "m").log_probabilities([[5, 6, 7]], [[8, 9]])
+
+
+# Commands
 
 
 def test_a_command_resumes_with_what_the_server_has_not_answered(capsys, tokenizer, tmp_path):
@@ -219,7 +434,7 @@ def test_coca_serve_answers_as_the_model_does_here(capsys, model_folder, tmp_pat
     pytest.importorskip("uvicorn", reason="Transformers' server is an extra")
     folder = penalised(model_folder, tmp_path / "model")
     words = [folder, "--lengths", "300,301", "--samples", "8", "--max-new-tokens", "12"]
-    with serving(folder, tmp_path / "log", "--context", "2048") as (url, _):
+    with serving(folder, tmp_path / "log") as (url, _):
         at = ["--endpoint", f"{url}/v1", "--model", str(folder), "--requests", "2"]
         assert_answers_alike(capsys, words, at, tmp_path / "r.json")
 
