@@ -281,6 +281,8 @@ class Engine:
         if not isinstance(values, Exception):
             try:
                 self.store.put(item.keys, values, seconds)
+            except UserError:  # a full disk, for example
+                raise
             except (ValueError, TypeError, AssertionError) as unfit:  # NaN, for example
                 error = ItemError(f"its values cannot be kept: {unfit}")
         if error is not None and not isinstance(error, UserError):
