@@ -118,7 +118,9 @@ def test_an_item_whose_values_cannot_be_kept_fails_alone():
         return bad.get(numbers[0], numbers)
 
     engine = Engine()
-    with pytest.raises(UserError, match=r"item 1: .*cannot be kept: .*JSON.* \(5 of 7 items failed\)"):
+    with pytest.raises(
+        UserError, match=r"item 1: .*cannot be kept: .*JSON.* \(5 of 7 items failed\)"
+    ):
         engine.run(items_of(work, range(7)))
     assert [engine.store.get({"square": n}) for n in range(7)] == [0, *[None] * 5, 6]
 

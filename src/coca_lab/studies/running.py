@@ -161,6 +161,8 @@ class _Run:
                 if error is not None:
                     raise error
                 self._finish(trial, cells_of(measurements, self.store))
+            if trial.tunes:  # where choose does not fit the cells, nothing more is trained
+                self.study.best_rates([trial], self.store)
             return []
 
         return Job(items, then, partial(self._measured, trial))

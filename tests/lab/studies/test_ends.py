@@ -19,7 +19,7 @@ STUDY = {
     "options": {name: x for name, x in OPTIONS.items() if not name.startswith("validation.")}
     | {"training.micro_batch_size": 4, "training.save_every": 25, "training.report_to": []}
     | {"data.held_out": 0.05, "model.attention": "rope"},
-    "models": {"quick": {"training.steps": 2}, "long": {"training.steps": 800}},
+    "models": {"quick": {"training.steps": 2}, "long": {"training.steps": 600}},
     "perplexity": {"windows": [8, 16, 32]},
 }
 
