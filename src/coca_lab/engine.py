@@ -223,7 +223,7 @@ class Engine:
         """Compute jobs and what follows from them; each key once, whoever asks for it.
 
         An item has failed with a UserError, or the third time with any error or a process that was
-        killed. Others go on. A store that cannot be written ends all.
+        killed; the others continue. A store that cannot be written ends all.
         """
         running = dict[Future[Outcome], Item]()
         self._queue.clear()

@@ -168,7 +168,7 @@ class _Lines(logging.Handler):
             text = f"coca: warning: {text}"
         if not sys.stderr.isatty():
             text = f"{time.strftime('%H:%M:%S')} {text}"
-        with suppress(BrokenPipeError):  # work goes on where nobody reads
+        with suppress(BrokenPipeError):  # work continues where nobody reads
             if "tqdm" in sys.modules:
                 sys.modules["tqdm"].tqdm.write(text, file=sys.stderr)
             else:

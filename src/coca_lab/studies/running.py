@@ -177,7 +177,7 @@ class _Run:
 
     @contextmanager
     def _failing(self, trial: Trial) -> Iterator[None]:
-        """An error in the block is that of one trial, and the others go on."""
+        """An error in the block is that of one trial, and the others continue."""
         try:
             yield
         except Exception as error:
