@@ -16,8 +16,6 @@ from coca_lab.engine import ItemExecutor, Outcome, Work, compute_sent
 
 PATIENCE = 20.0
 """Seconds in which a cluster has to answer."""
-GRACE = 60.0
-"""Seconds in which an item that has to end can save what it is training."""
 
 
 class OnRay(ItemExecutor):
@@ -45,7 +43,6 @@ class OnRay(ItemExecutor):
         self._compute: Any = ray.remote(**options, max_retries=0)(_compute_remotely)
         self._work: Work | None = None
         self._sent: Any = None
-        self._running: dict[Future[Outcome], Any] = {}
 
     @property
     def slots(self) -> int:
@@ -62,22 +59,7 @@ class OnRay(ItemExecutor):
         if fn is not self._work:  # items with the same follow each other
             self._sent = ray.put(cloudpickle.dumps(fn))
             self._work = fn
-        reference = self._compute.remote(os.getcwd(), self._sent, arguments)
-        future: Future[Outcome] = reference.future()
-        self._running[future] = reference
-        future.add_done_callback(self._running.pop)
-        return future
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Forget what waits and end what runs, within `GRACE`; Ray itself stays."""
-        import ray  # an optional package
-
-        running = [*self._running.values()]
-        if cancel_futures:
-            for reference in running:
-                ray.cancel(reference)
-        if running and wait:
-            ray.wait(running, num_returns=len(running), timeout=GRACE)
+        return self._compute.remote(os.getcwd(), self._sent, arguments).future()
 
 
 def _compute_remotely(folder: str, work: bytes, arguments: Sequence[object]) -> Outcome:
