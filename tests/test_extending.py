@@ -19,9 +19,9 @@ from coca_attention.models.families import FAMILIES
 from coca_attention.ops import FORMS, RULES
 from coca_attention.testing import assert_consistent, difference, logits, some_tokens
 from coca_lab.cli import main
-from coca_lab.engine import Item
+from coca_lab.engine import Engine, Item
 from coca_lab.evaluation import TASKS
-from coca_lab.processes import ProcessEngine
+from coca_lab.processes import Workers
 from coca_lab.report import REPORTS
 from coca_lab.training import train
 from families import SIZES, assert_reloads, reloaded, vanilla
@@ -156,7 +156,8 @@ def test_processes_of_a_command_know_what_was_added(extensions, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(extensions), prepend=os.pathsep)
     monkeypatch.setenv("COCA_IMPORT", "extensions")
     item = Item(["forms"], forms, [None])
-    assert "phase" in ProcessEngine(processes=1).run([item])[0]
+    with Workers(1) as executor:
+        assert "phase" in Engine(executor=executor).run([item])[0]
 
 
 def forms(_):

@@ -1,36 +1,30 @@
-"""An engine that computes items on Ray."""
+"""An executor of items on Ray."""
 
 import importlib.util
 import logging
 import os
 import socket
-from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
 from coca_attention.errors import UserError, install
-from coca_lab.engine import Engine, Item, Outcomes, compute_sent
-from coca_lab.store import Store
+from coca_lab.engine import ItemExecutor, Outcome, Work, compute_sent
 
 PATIENCE = 20.0
 """Seconds in which a cluster has to answer."""
 
 
-class RayEngine(Engine):
+class OnRay(ItemExecutor):
     """Computes items on Ray, at an address or started here; by default one GPU each, if any."""
 
     def __init__(
-        self,
-        store: Store | None = None,
-        *,
-        address: str = "",
-        num_cpus: int = 1,
-        num_gpus: float | None = None,
+        self, address: str = "", *, num_cpus: int = 1, num_gpus: float | None = None
     ) -> None:
-        super().__init__(store)
+        """Connect; UserError if the cluster does not answer, or has too little for an item."""
         _connect(address)
         import ray  # an optional package
 
@@ -46,30 +40,29 @@ class RayEngine(Engine):
                 )
         # Processes compute many items each (max_calls), and so keep a model between them.
         options: Any = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_calls": 0}
-        self._remote: Any = ray.remote(**options, max_retries=0)(_compute_remotely)
+        self._compute: Any = ray.remote(**options, max_retries=0)(_compute_remotely)
+        self._work: Work | None = None
+        self._sent: Any = None
 
-    def _outcomes(self, queue: deque[Item]) -> Outcomes:
+    @property
+    def slots(self) -> int:
+        """Twice what fits, so that Ray sees that more could run and may add machines."""
         import ray  # an optional package
-        from ray.exceptions import RayError
 
-        running, work, sent = dict[Any, Item](), None, None
-        while queue or running:
-            there = ray.cluster_resources()
-            fit = min(there.get(kind, 0) / number for kind, number in self.needs.items() if number)
-            while queue and len(running) < 2 * max(1, fit):  # Ray sees that more could run
-                item = queue.popleft()
-                if work is not item.work:  # items with the same follow each other
-                    work, sent = item.work, ray.put(cloudpickle.dumps(item.work))
-                running[self._remote.remote(os.getcwd(), sent, item.arguments)] = item
-            (promise,), _ = ray.wait([*running], num_returns=1)
-            item = running.pop(promise)
-            try:
-                yield item, *ray.get(promise)
-            except RayError as error:  # the process has died
-                yield item, error, 0.0
+        there = ray.cluster_resources()
+        fit = min(there.get(kind, 0) / number for kind, number in self.needs.items() if number)
+        return 2 * max(1, int(fit))
+
+    def submit(self, fn: Work, /, arguments: Sequence[object], label: str = "") -> Future[Outcome]:
+        import ray  # an optional package
+
+        if fn is not self._work:  # items with the same follow each other
+            self._sent = ray.put(cloudpickle.dumps(fn))
+            self._work = fn
+        return self._compute.remote(os.getcwd(), self._sent, arguments).future()
 
 
-def _compute_remotely(folder: str, work: bytes, arguments: Sequence[object]) -> tuple[Any, float]:
+def _compute_remotely(folder: str, work: bytes, arguments: Sequence[object]) -> Outcome:
     if Path(folder).is_dir():
         os.chdir(folder)  # where the paths of the driver begin
     return compute_sent(work, arguments)

@@ -1,158 +1,151 @@
-"""An engine of several processes on this machine, and what a process says while it works."""
+"""An executor of several processes on this machine."""
 
 import logging
 import os
+import signal
+import sys
 import threading
-from collections import deque
-from collections.abc import Callable
-from multiprocessing import connection, get_context, parent_process
+import time
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import cloudpickle
 import torch
 
 from coca_attention.errors import UserError
-from coca_lab.engine import Engine, Item, Outcomes, compute_sent, problem
+from coca_lab.engine import ItemExecutor, Outcome, Work, compute_sent, listen, tell
 from coca_lab.files import plain_name
-from coca_lab.store import Store
 
-Listener = Callable[[str, str, float], object]
-"""Called with the label of an item, what is done with it, and the share of it that is done."""
 GRACE = 60.0
 """Seconds in which a process that has to end can save what it is training."""
 
-_listener: Listener | None = None
 
+class Workers(ItemExecutor):
+    """Processes, of which each computes one item at a time; what they print goes to ``logs``.
 
-def tell(label: str, text: str, share: float) -> None:
-    """Say from inside an item how far it is; on Ray nobody listens."""
-    if _listener is not None:
-        _listener(label, text, share)
-
-
-def listen(listener: Listener | None) -> None:
-    """Choose who hears what is told in this process."""
-    global _listener
-    _listener = listener
-
-
-class ProcessEngine(Engine):
-    """Computes items in processes; one whose process is killed has failed.
-
-    What processes print goes into a folder, by the labels of the items.
+    Each is a `ProcessPoolExecutor` of its own. A pool of several ends all of its processes when one
+    is killed, and so would interrupt the trainings of the others and count as a try of theirs.
     """
 
-    def __init__(
-        self,
-        store: Store | None = None,
-        *,
-        processes: int,
-        threads: int = 1,
-        logs: Path | None = None,
-    ) -> None:
-        super().__init__(store)
-        self.processes, self.options = processes, (threads, logs)
+    def __init__(self, count: int, *, threads: int = 1, logs: Path | None = None) -> None:
+        """Describe the processes, which start as they are needed.
 
-    def _outcomes(self, queue: deque[Item]) -> Outcomes:
-        idle, busy = list[_Process](), dict[Any, tuple[_Process, Item]]()
-        try:
-            while queue or busy:
-                while queue and len(busy) < self.processes:
-                    process = idle.pop() if idle else _Process(*self.options)
-                    item = queue.popleft()
-                    process.send(item)
-                    busy[process.connection] = process, item
-                for ready in connection.wait([*busy]):
-                    process, item = busy[ready]
-                    try:
-                        kind, *content = process.connection.recv()
-                    except EOFError:
-                        del busy[ready]
-                        yield item, UserError(process.why_it_ended()), 0.0
-                        continue
-                    if kind == "part":
-                        tell(*content)
-                    else:
-                        del busy[ready]
-                        idle.append(process)
-                        yield item, *content
-        finally:
-            for process, _ in busy.values():
-                process.process.terminate()  # a training is saved first
-            for process in [*idle, *(process for process, _ in busy.values())]:
-                process.end()
+        Args:
+            count: How many there are at most.
+            threads: Threads of each.
+            logs: Folder of the logs, one for each label of an item.
+        """
+        self.count = count
+        self.threads = threads
+        self.logs = logs
+        self._workers: list[_Worker] = []
+
+    @property
+    def slots(self) -> int:
+        return self.count
+
+    def submit(self, fn: Work, /, arguments: Sequence[object], label: str = "") -> Future[Outcome]:
+        log = None if self.logs is None else self.logs / f"{plain_name(label)}.log"
+        for worker in [each for each in self._workers if each.future.done()]:
+            with suppress(BrokenProcessPool):  # it was killed
+                return worker.submit(fn, arguments, log)
+            self._workers.remove(worker)
+            worker.end()
+        worker = _Worker(self.threads)
+        future = worker.submit(fn, arguments, log)
+        self._workers.append(worker)
+        return future
+
+    def hear(self) -> None:
+        for worker in self._workers:
+            with suppress(EOFError, OSError):  # it has ended
+                while worker.pipe.poll():
+                    tell(*worker.pipe.recv())
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the processes, with ``cancel_futures`` also those that compute, within `GRACE`."""
+        if cancel_futures:
+            for worker in self._workers:
+                worker.end()
+        for worker in self._workers:
+            worker.pool.shutdown(wait)
+        self._workers.clear()
 
 
-class _Process:
-    """A process that computes what comes through its connection."""
+class _Worker:
+    """A process, and what it does."""
 
-    def __init__(self, threads: int, logs: Path | None) -> None:
-        context = get_context("spawn")
-        self.connection, other = context.Pipe()
-        self.process = context.Process(target=_serve, args=(other, threads, logs))
-        self.process.start()
-        other.close()
-        self.work: object = None
+    def __init__(self, threads: int) -> None:
+        self.pipe, self._its_end = connection.Pipe()
+        self.pool = ProcessPoolExecutor(
+            1, get_context("spawn"), initializer=_begin, initargs=(self._its_end, threads)
+        )
+        self.future = Future[Outcome]()
+        self._work: Work | None = None
 
-    def send(self, item: Item) -> None:
-        """Let it compute an item; work that it had last, perhaps with long texts, it still has."""
-        work = None if item.work is self.work else cloudpickle.dumps(item.work)
-        self.work = item.work
-        self.connection.send((work, item.arguments, item.label))
+    def submit(self, work: Work, arguments: Sequence[object], log: Path | None) -> Future[Outcome]:
+        """Let it compute; work that it had last, perhaps with long texts, is not sent again."""
+        sent = None if work is self._work else cloudpickle.dumps(work)
+        self.future = self.pool.submit(_compute, sent, arguments, log)
+        self._work = work
+        self._its_end.close()  # which the process has now
+        return self.future
 
     def end(self) -> None:
-        """Send nothing more, and wait until it has ended."""
-        self.connection.close()
-        self.process.join(GRACE)
-        self.process.kill()
-        self.process.join()
-
-    def why_it_ended(self) -> str:
-        """Why there is no answer from it."""
-        self.process.join()
-        code = self.process.exitcode
-        killed = f" by signal {-code}, perhaps for lack of memory" if code and code < 0 else ""
-        return (
-            f"its process was ended{killed}: run the same command again to resume, if need be with "
-            "fewer --workers"
-        )
+        """End the process, which waits for this in `_end_with_driver`."""
+        self.pipe.close()
 
 
-def _serve(pipe: Connection, threads: int, logs: Path | None) -> None:
-    """Compute items until nothing more comes, or the process that sends them is gone."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+# In a process
+
+
+def _begin(driver: Connection, threads: int) -> None:
+    """Prepare a process for its items."""
+    # The terminal sends Ctrl-C to the driver, too, which then ends its processes.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_driver, args=(driver,), daemon=True).start()
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("coca_lab").setLevel(logging.INFO)
     torch.set_num_threads(threads)
-    listen(lambda *part: pipe.send(("part", *part)))
-    work = b""
-    try:
-        while True:
-            sent, arguments, label = pipe.recv()
-            work = sent or work
-            if logs is not None:
-                _log_to(logs / f"{plain_name(label)}.log")
-            values, seconds = compute_sent(work, arguments)
-            if isinstance(values, Exception):  # perhaps one that cannot be pickled
-                values = UserError(problem(values))
-            pipe.send(("done", values, seconds))
-    except (EOFError, KeyboardInterrupt):
-        pass
+
+    def send(*part: object) -> None:
+        with suppress(OSError):  # the driver is gone
+            driver.send(part)
+
+    listen(send)
 
 
-def _log_to(path: Path) -> None:
-    """Append what this process prints to a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-
-
-def _end_with_parent() -> None:
-    """When the parent has been killed, nothing more may be written into its folders."""
-    parent = parent_process()
-    assert parent is not None
-    parent.join()
+def _end_with_driver(driver: Connection) -> None:
+    """Wait until the driver has closed the connection or was killed, and end this process."""
+    connection.wait([driver])
+    os.kill(os.getpid(), signal.SIGTERM)  # a training is saved first
+    time.sleep(GRACE)
     os._exit(1)
+
+
+_sent = b""
+
+
+def _compute(sent: bytes | None, arguments: Sequence[object], log: Path | None) -> Outcome:
+    """Do the work that was sent, or else that of the item before."""
+    global _sent
+    _sent = sent or _sent
+    if log is not None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "a") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+    try:
+        values, seconds = compute_sent(_sent, arguments)
+    except KeyboardInterrupt:  # a signal has ended a training, which is saved
+        sys.stdout.flush()
+        os._exit(1)
+    if isinstance(values, Exception) and not isinstance(values, UserError):
+        traceback.print_exception(values)
+    return values, seconds

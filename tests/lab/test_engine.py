@@ -1,16 +1,19 @@
-"""Items of work in this process and on Ray: values are kept, failures named, nothing lost."""
+"""Items of work in this process, in others and on Ray: values kept, failures named, none lost."""
 
 import os
 import signal
 import sqlite3
+import sys
+import time
+from concurrent.futures import BrokenExecutor, Future
 
 import pytest
 
 from coca_attention.errors import UserError
 from coca_lab import cluster
-from coca_lab.cluster import RayEngine
-from coca_lab.engine import Engine, Item
-from coca_lab.processes import ProcessEngine
+from coca_lab.cluster import OnRay
+from coca_lab.engine import Engine, Item, ItemExecutor, Job
+from coca_lab.processes import Workers
 from coca_lab.store import Store
 
 
@@ -105,12 +108,69 @@ def test_a_failure_is_named_once_the_rest_is_done():
         engine.run(items_of(work, [0, 2]))
 
 
-def noted(items, said):
-    """A job that notes why its items have failed."""
-    try:
-        yield items, lambda *_: None
-    except UserError as error:
-        said.append(str(error))
+def test_an_item_whose_values_cannot_be_kept_fails_alone():
+    """Not JSON, too few, or none at all; and one that would end the command as if all were done."""
+    bad = {1: [float("nan")], 2: [], 3: [None], 4: [{1, 2}]}
+
+    def work(numbers):
+        if numbers == [5]:
+            sys.exit(0)
+        return bad.get(numbers[0], numbers)
+
+    engine = Engine()
+    with pytest.raises(
+        UserError, match=r"item 1: .*cannot be kept: .*JSON.* \(5 of 7 items failed\)"
+    ):
+        engine.run(items_of(work, range(7)))
+    assert [engine.store.get({"square": n}) for n in range(7)] == [0, *[None] * 5, 6]
+
+
+class Breaking(ItemExecutor):
+    """Breaks as a pool does: while items are computed, or when they are submitted."""
+
+    def __init__(self, breaks):
+        self.breaks, self.stopped = breaks, []
+
+    @property
+    def slots(self):
+        return 3
+
+    def submit(self, fn, /, arguments, label=""):
+        self.breaks.setdefault(label, [])
+        how = self.breaks[label].pop() if self.breaks[label] else ""
+        if how == "refused":
+            raise OSError("no process")
+        if how == "broken":
+            future = Future()
+            future.set_exception(BrokenExecutor("killed"))
+            return future
+        return super().submit(fn, arguments)
+
+    def shutdown(self, wait=True, *, cancel_futures=False):
+        self.stopped.append(cancel_futures)
+
+
+def test_what_breaks_is_tried_three_times():
+    executor = Breaking({"item 0": ["broken"] * 2, "item 1": ["refused", "broken"] * 2})
+    engine = Engine(executor=executor)
+    with pytest.raises(UserError, match=r"item 1: its process was ended 3 times.*\(1 of 3 items"):
+        engine.run(items_of(square, range(3)))
+    assert [engine.store.get({"square": n}) for n in range(3)] == [0, None, 4]
+    assert executor.breaks["item 1"] == ["refused"] and executor.stopped == []
+
+
+def test_a_store_that_cannot_be_written_ends_all_and_the_processes_too(tmp_path):
+    executor, asked = Breaking({}), []
+
+    def work(numbers):
+        asked.append(numbers)
+        return ["x" * 10**6]
+
+    with Store(tmp_path / "values.sqlite") as store:
+        store._db.execute("PRAGMA max_page_count = 8")
+        with pytest.raises(UserError, match="full: free disk space"):
+            Engine(store, executor=executor).run(items_of(work, range(9)))
+    assert len(asked) == 3 and executor.stopped == [True]
 
 
 def fail(numbers):
@@ -118,65 +178,115 @@ def fail(numbers):
 
 
 @pytest.mark.parametrize(
-    "make", [Engine, pytest.param(lambda: ProcessEngine(processes=2), marks=pytest.mark.slow)]
+    "make", [ItemExecutor, pytest.param(lambda: Workers(2), marks=pytest.mark.slow)]
 )
-def test_jobs_go_on_with_what_follows_and_share_what_they_ask_for(make):
-    engine, order, said, offset = make(), [], [], 0
+def test_what_follows_from_jobs_is_computed_and_shared(make):
+    order, said, offset = [], [], 0
+    with make() as executor:
+        engine = Engine(executor=executor)
 
-    def job(name, *steps):
-        for numbers in steps:
-            yield items_of(lambda each: [n + offset for n in each], numbers), lambda *_: None
-            order.append(name)
-            assert all(engine.store.get({"square": n}) == n for n in numbers)
+        def job(name, numbers, *steps):
+            def then(error):
+                assert error is None and all(engine.store.get({"square": n}) == n for n in numbers)
+                order.append(name)
+                return [job(name, *steps)] if steps else []
 
-    shared = [noted(items_of(fail, numbers), said) for numbers in ([7], [7])]
-    jobs = [job("a", [1], [2]), job("b", [1], [3], [1, 2]), *shared, job("c", [4]), job("d")]
-    engine.follow(jobs)
+            return Job(items_of(lambda each: [n + offset for n in each], numbers), then)
+
+        def noted(error):
+            said.append(str(error))
+            return ()
+
+        shared = [Job(items_of(fail, [7]), noted) for _ in range(2)]
+        jobs = [job("a", [1], [2]), job("b", [1], [3], [1, 2]), *shared, job("c", [4]), Job([])]
+        engine.follow(jobs)
     assert sorted(order) == [*"aabbbc"] and said == ["item 7: no 7"] * 2
-    if make is Engine:  # what follows comes first
+    if make is ItemExecutor:  # what follows comes first
         assert order == [*"ababbc"]
 
 
-def test_a_missing_ray_names_the_extra(monkeypatch):
-    monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"\[ray\]"):
-        RayEngine()
-
-
-def test_an_address_without_a_cluster_is_one_line():
-    pytest.importorskip("ray")
-    with pytest.raises(UserError, match=r"Ray at 127\.0\.0\.1:9 does not answer: .*refused"):
-        RayEngine(address="127.0.0.1:9")
-
-
-@pytest.mark.slow
-def test_on_ray_values_are_the_same_and_a_killer_is_named(ray, tmp_path):
-    """An item that kills its process three times has failed; one that does so once has not."""
-    count = tmp_path / "count"
-    count.mkdir()
+def killing(folder):
+    """Work on the numbers 0 to 7; some kill their processes, and each leaves a file a try."""
 
     def work(numbers):
-        (count / f"{numbers[0]}.{len(list(count.glob(f'{numbers[0]}.*')))}").touch()
-        if numbers == [1] or (numbers == [3] and len(list(count.glob("3.*"))) < 2):
+        tries = len([*folder.glob(f"{numbers[0]}.*")])
+        (folder / f"{numbers[0]}.{tries}").touch()
+        if numbers == [1] or (numbers == [3] and tries < 1):
             os.kill(os.getpid(), signal.SIGKILL)
         if numbers == [2]:
             raise UserError("two is wrong")
         return [number**2 for number in numbers]
 
-    items = items_of(work, range(8))
+    return work
+
+
+def check_killing(executor, folder, store):
+    """An item that kills its process three times has failed; one that does so once has not."""
+    said = []
+    jobs = [
+        Job([item], lambda error: said.append(error and str(error)) or ())
+        for item in items_of(killing(folder), range(8))
+    ]
+    Engine(store, executor=executor).follow(jobs)
+    failures = sorted(filter(None, said))
+    assert len(said) == 8 and len(failures) == 2 and failures[1] == "item 2: two is wrong"
+    assert [store.get({"square": n}) for n in (0, 3, 4, 5, 6, 7)] == [0, 9, 16, 25, 36, 49]
+    assert [len([*folder.glob(f"{n}.*")]) for n in range(8)] == [1, 3, 1, 2, 1, 1, 1, 1]
+    return failures[0]
+
+
+@pytest.mark.slow
+def test_killed_processes_are_replaced_and_a_killer_is_named(tmp_path):
+    with Store(tmp_path / "values.sqlite") as store, Workers(2, logs=tmp_path / "logs") as executor:
+        said = check_killing(executor, tmp_path, store)
+        assert said.startswith("item 1: its process was ended 3 times, perhaps for lack of memory")
+
+
+@pytest.mark.slow
+def test_processes_end_with_what_started_them_and_keep_what_failed_in_their_logs(tmp_path):
+    log = tmp_path / "logs" / "item-0.log"
+
+    def work(numbers):
+        (tmp_path / str(os.getpid())).touch()
+        if numbers == [0]:
+            raise ZeroDivisionError("as it happens")
+        while not (log.exists() and log.read_text().count("Error: as it happens") == 3):
+            time.sleep(0.1)
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(600)
+        return numbers
+
+    executor = Workers(2, logs=tmp_path / "logs")
+    with pytest.raises(KeyboardInterrupt), executor:
+        Engine(executor=executor).run(items_of(work, range(2)))
+    processes = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
+    assert len(processes) == 2
+    for process in processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+
+
+def test_a_missing_ray_names_the_extra(monkeypatch):
+    monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"\[ray\]"):
+        OnRay()
+
+
+def test_an_address_without_a_cluster_is_one_line():
+    pytest.importorskip("ray")
+    with pytest.raises(UserError, match=r"Ray at 127\.0\.0\.1:9 does not answer: .*refused"):
+        OnRay("127.0.0.1:9")
+
+
+@pytest.mark.slow
+def test_on_ray_values_are_the_same_and_a_killer_is_named(ray, tmp_path):
     with Store(tmp_path / "values.sqlite") as store:
-        said = []
-        RayEngine(store).follow([noted([item], said) for item in items])
-        assert sorted(said)[1] == "item 2: two is wrong"
-        assert sorted(said)[0].startswith("item 1: unexpected W") and len(said) == 2
-        assert [store.get({"square": n}) for n in (0, 3, 4, 5, 6, 7)] == [0, 9, 16, 25, 36, 49]
-    times = [len(list(count.glob(f"{n}.*"))) for n in range(8)]
-    assert times == [1, 3, 1, 2, 1, 1, 1, 1]
+        assert check_killing(OnRay(), tmp_path, store).startswith("item 1: unexpected W")
 
 
 @pytest.mark.slow
 def test_what_ray_does_not_have_is_one_line(ray):
     with pytest.raises(UserError, match="an item needs 9 CPUs and Ray has 2"):
-        RayEngine(num_cpus=9)
+        OnRay(num_cpus=9)
     with pytest.raises(UserError, match="an item needs 4 GPUs and Ray has 0"):
-        RayEngine(num_gpus=4)
+        OnRay(num_gpus=4)

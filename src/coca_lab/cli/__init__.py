@@ -6,11 +6,14 @@ Whatever is imported from the library imports torch, and so not before it is nee
 import io
 import logging
 import os
+import select
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
+from typing import TextIO
 
 EVALUATIONS = {
     "perplexity": "Perplexity of a causal language model under sliding windows.",
@@ -53,7 +56,8 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command ``coca`` with words, by default those of the process, and return the exit code."""
-    # 2 for a usage or input error, 1 for an internal one; 130 when interrupted, 143 by SIGTERM.
+    # 2 for a usage or input error, 1 for an internal one; 130 when interrupted, 143 by SIGTERM,
+    # 141 where nobody reads what it prints.
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
@@ -62,17 +66,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # help and answers are not ASCII alone
     try:
         _run(words)
+        sys.stdout.flush()
         return 0
     except KeyboardInterrupt as error:
         then = str(error) or "the same command goes on from what has been saved, if anything"
         print(f"coca: interrupted: {then}", file=sys.stderr)
         return 128 + getattr(error, "signal", signal.SIGINT)
-    except BrokenPipeError:
-        return 0
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _has_no_reader(sys.stdout):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # flushed at the exit
+            return 128 + signal.SIGPIPE  # as other programs; not all may be done
         if debug:
             raise
         return _explain(error)
+
+
+def _has_no_reader(output: TextIO) -> bool:
+    """Whether an output is a pipe that nobody reads, as in ``coca … | head``."""
+    with suppress(OSError):  # it is no file
+        poll = select.poll()
+        poll.register(output.fileno())
+        return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    return False
 
 
 def _explain(error: Exception) -> int:
@@ -153,10 +168,11 @@ class _Lines(logging.Handler):
             text = f"coca: warning: {text}"
         if not sys.stderr.isatty():
             text = f"{time.strftime('%H:%M:%S')} {text}"
-        if "tqdm" in sys.modules:
-            sys.modules["tqdm"].tqdm.write(text, file=sys.stderr)
-        else:
-            print(text, file=sys.stderr)
+        with suppress(BrokenPipeError):  # work continues where nobody reads
+            if "tqdm" in sys.modules:
+                sys.modules["tqdm"].tqdm.write(text, file=sys.stderr)
+            else:
+                print(text, file=sys.stderr)
 
 
 def show_messages() -> None:

@@ -1,6 +1,9 @@
 """Running a study: what is missing is trained and evaluated, and one page shows all."""
 
-from collections.abc import Generator, Iterator, Sequence
+import logging
+import signal
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -9,20 +12,23 @@ from pathlib import Path
 import torch
 
 from coca_attention.errors import UserError
-from coca_lab.cluster import RayEngine
-from coca_lab.engine import Engine, Job, Progress, Step, problem
+from coca_lab.cluster import OnRay
+from coca_lab.engine import Engine, ItemExecutor, Job, Progress, listen, problem
 from coca_lab.environment import available_cores, describe_environment
 from coca_lab.evaluation.plan import Texts, measurements_of
-from coca_lab.evaluation.task import Measurement, cells_of, free_weights
+from coca_lab.evaluation.task import Cell, Measurement, cells_of, free_weights
 from coca_lab.files import check_results, keep_other_results, read_json, write_json
 from coca_lab.fingerprints import fingerprint
-from coca_lab.processes import ProcessEngine, listen
+from coca_lab.processes import Workers
 from coca_lab.report import REPORTS, write_report
 from coca_lab.store import Store
 from coca_lab.studies.study import LOGS, REPORT_FILE, RESULTS_FILE, STORE_FILE, TOKENIZERS, Study
 from coca_lab.studies.trial import TRAINING, Trial, Value
 from coca_lab.training.folder import TOKENIZER
 from coca_lab.training.texts import load_run_tokenizer, tokenizer_key
+from coca_lab.training.trainer import Interrupted
+
+log = logging.getLogger(__name__)
 
 
 def run_study(
@@ -47,8 +53,14 @@ def run_study(
     ready = all(trial.is_ready for trial in trials) and not workers
     if study.endpoint and not ready:
         raise UserError("an endpoint answers for models with path: no training, no workers")
-    with Store(output / STORE_FILE) as store, nullcontext() if ready else _threads(study.num_cpus):
-        engine = _engine(study, store, output, len(trials), ray, 0 if ready else workers)
+    workers = 0 if ready else workers
+    with (
+        Store(output / STORE_FILE) as store,
+        nullcontext() if ready else _threads(study.num_cpus),
+        _executor(study, output, len(trials), ray, workers) as executor,
+        _interrupted_by_sigterm(),
+    ):
+        engine = Engine(store, executor=executor)
         while True:
             best = study.best_rates(trials, store)
             trials = study.trials(output, best)
@@ -82,6 +94,8 @@ class _Run:
     failed: dict[str, str] = field(default_factory=dict)  # why
     shares: dict[str, float] = field(default_factory=dict)  # of those that are not finished
     texts: Texts = field(default_factory=dict)
+    needed: list[Trial] = field(default_factory=list)  # those without results, after their starts
+    opened: dict[str, list[Measurement]] = field(default_factory=dict)  # of models that are there
 
     @property
     def store(self) -> Store:
@@ -96,45 +110,80 @@ class _Run:
         missing = [trial for trial in self.trials.values() if trial.key not in self.store]
         # What is wrong with a model that is there is said before anything is computed.
         there = [trial for trial in missing if trial.is_ready and not trial.bases]
-        opened = {trial.label: self._measurements(trial) for trial in there}
+        self.opened = {trial.label: self._measurements(trial) for trial in there}
+        needed = [label for each in missing for label in (*reversed(each.bases), each.label)]
+        self.needed = [self.trials[label] for label in dict.fromkeys(needed)]
         listen(self._tell)
         try:
-            self.engine.follow([self._job(each, opened.get(each.label)) for each in missing])
+            self.engine.follow([self._making(each) for each in self.needed if not each.after])
         finally:
+            listen(None)
             free_weights()
         self._write()
         self._tell()
 
-    def _job(self, trial: Trial, measurements: list[Measurement] | None) -> Job:
-        """Make the model, after those that it comes from, and measure it."""
-        try:
-            diverged = yield from self._make(trial)
-            cells = []
-            if not diverged:
-                measurements = measurements or self._measurements(trial)
-                every = [item for each in measurements for item in each.items]
-                items = [replace(item, label=trial.label) for item in every]
-                yield items, partial(self._measured, trial)
-                cells = cells_of(measurements, self.store)
-            self.store.put([trial.key], [trial.value(cells, diverged)])
-        except Exception as error:
-            self.failed[trial.label] = problem(error).removeprefix(f"{trial.label}: ")
-        else:
-            self._write()
-            self._tell()
+    def _making(self, trial: Trial) -> Job:
+        """Make a model, unless it is there or has diverged."""
+        there = trial.is_ready or self._diverged(trial)
+        return Job([] if there else [trial.making], partial(self._made, trial))
 
-    def _make(self, trial: Trial) -> Generator[Step, None, str]:
-        """Make its model and those that it comes from; how its training diverged."""
-        diverged = ""
-        for label in (*reversed(trial.bases), trial.label):
-            each = self.trials[label]
-            diverged = (self.store.get(each.key) or {}).get("diverged", "")
-            if not (diverged or each.is_ready):
-                yield [each.making], lambda *_: None
-                (diverged,) = map(self.store.get, each.making.keys)
-            if diverged and each is not trial:
-                raise UserError(f"{label} diverged")
-        return diverged
+    def _diverged(self, trial: Trial) -> str:
+        """How its training diverged, in this run or one before."""
+        (made,) = map(self.store.get, trial.making.keys)
+        return made or (self.store.get(trial.key) or {}).get("diverged", "")
+
+    def _made(self, trial: Trial, error: UserError | None) -> list[Job]:
+        """Measure a model, and make those that start from it."""
+        following = [each for each in self.needed if each.after and each.after.label == trial.label]
+        jobs = list[Job]()
+        diverged = self._diverged(trial)
+        if trial.key not in self.store:
+            with self._failing(trial):
+                if error is not None:
+                    raise error
+                if diverged:
+                    self._finish(trial, [], diverged)
+                else:
+                    jobs.append(self._evaluation(trial))
+        if error is None and diverged:
+            error = UserError(f"{trial.label} diverged")
+        if error is None:
+            return jobs + [self._making(each) for each in following]
+        return jobs + [job for each in following for job in self._made(each, error)]
+
+    def _evaluation(self, trial: Trial) -> Job:
+        """Measure a model."""
+        measurements = self.opened.get(trial.label) or self._measurements(trial)
+        items = [replace(item, label=trial.label) for each in measurements for item in each.items]
+
+        def then(error: UserError | None) -> list[Job]:
+            with self._failing(trial):
+                if error is not None:
+                    raise error
+                self._finish(trial, cells_of(measurements, self.store))
+            if trial.tunes:  # where choose does not fit the cells, nothing more is trained
+                self.study.best_rates([trial], self.store)
+            return []
+
+        return Job(items, then, partial(self._measured, trial))
+
+    def _finish(self, trial: Trial, cells: list[Cell], diverged: str = "") -> None:
+        """Keep and show the results of a trial."""
+        self.store.put([trial.key], [trial.value(cells, diverged)])
+        if diverged:
+            log.warning("%s diverged: %s", trial.label, diverged)
+        self._write()
+        self._tell()
+
+    @contextmanager
+    def _failing(self, trial: Trial) -> Iterator[None]:
+        """An error in the block is that of one trial, and the others continue."""
+        try:
+            yield
+        except Exception as error:
+            why = problem(error).removeprefix(f"{trial.label}: ")
+            self.failed[trial.label] = why
+            log.warning("%s failed: %s", trial.label, why)
 
     def _measurements(self, trial: Trial) -> list[Measurement]:
         return measurements_of(trial.plan, {trial.name: str(trial.model)}, texts=self.texts)[0]
@@ -208,16 +257,33 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _engine(
-    study: Study, store: Store, output: Path, trials: int, ray: str | None, workers: int | None
-) -> Engine:
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does, so that processes save what they train."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        raise Interrupted("", number)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _executor(
+    study: Study, output: Path, trials: int, ray: str | None, workers: int | None
+) -> ItemExecutor:
     if ray is not None:
-        return RayEngine(store, address=ray, num_cpus=study.num_cpus, num_gpus=study.num_gpus)
+        return OnRay(ray, num_cpus=study.num_cpus, num_gpus=study.num_gpus)
     if workers is not None and workers < 0:
         raise UserError(f"workers must be 0 or more, got {workers}")
     if workers == 0:
-        return Engine(store)
+        return ItemExecutor()
     if workers is None:
         workers = 1 if torch.accelerator.is_available() else available_cores() // study.num_cpus
     workers = max(1, min(workers, trials))
-    return ProcessEngine(store, processes=workers, threads=study.num_cpus, logs=output / LOGS)
+    return Workers(workers, threads=study.num_cpus, logs=output / LOGS)

@@ -71,7 +71,7 @@ class Study(Plan):
     """Seed of the trials of learning rates, whose cells are no results."""
     choose: Options = field(default_factory=dict)
     """Which cells decide: those with these fields, such as {task: perplexity, window: 256}, by
-    their perplexity, or else by the share of right answers."""
+    their perplexity, or else by the share of right answers (RULER: the mean score)."""
     text: PathText = ""
     """Text to train and evaluate on, in place of the recipe's and of stdlib; a data.source of
     models or options, and a source of a task, come first."""
@@ -189,8 +189,15 @@ def _cost(cells: Sequence[Cell]) -> float:
         return math.inf
     if "nats" in cells[0]:
         return sum(cell["nats"] for cell in cells) / sum(cell["tokens"] for cell in cells)
-    right = sum(cell.get("right", cell["accuracy"]) for cell in cells)
-    return -right / sum(cell.get("asked", 1) for cell in cells)
+    if "right" in cells[0]:
+        return -sum(cell["right"] for cell in cells) / sum(cell["asked"] for cell in cells)
+    figure = next((name for name in ("accuracy", "score") if name in cells[0]), None)
+    if figure is None:
+        raise UserError(
+            f"choose: cells of {cells[0]['task']} have neither nats nor right answers (nats, "
+            "accuracy or score): choose by another task"
+        )
+    return -sum(cell[figure] for cell in cells) / len(cells)
 
 
 def _are_seeds(seeds: object) -> bool:

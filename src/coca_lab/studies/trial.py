@@ -11,14 +11,13 @@ from transformers import TrainerCallback
 
 from coca_attention.errors import error_prefix
 from coca_attention.models.conversion import Conversion
-from coca_lab.engine import Item
+from coca_lab.engine import Item, tell
 from coca_lab.evaluation import TASKS
 from coca_lab.evaluation.plan import Plan
 from coca_lab.evaluation.task import Cell, free_weights, settings_key
 from coca_lab.files import plain_name, read_json, write_json
 from coca_lab.fingerprints import code_fingerprint, fingerprint, model_fingerprint
 from coca_lab.folders import convert_folder
-from coca_lab.processes import tell
 from coca_lab.recipe import check_same_recipe
 from coca_lab.training import Recipe, is_finished, read_summary, train
 from coca_lab.training.folder import RECIPE_FILE, check_finished, check_same_inputs, has_begun

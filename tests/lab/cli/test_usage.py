@@ -1,6 +1,7 @@
 """Help, usage errors and unexpected ends of the command."""
 
 import io
+import os
 import subprocess
 import sys
 
@@ -153,3 +154,35 @@ def test_a_name_that_is_no_folder_is_looked_up_once(capsys, monkeypatch):
         code, _, err = run(capsys, *words)
         assert code == 2 and "there is no such folder here" in err and "no route" in err
     assert asked == [words[-1] for words in commands]
+
+
+PIPES = """
+import sys
+from coca_lab import cli
+
+def command(words):
+    if words == ["print"]:
+        print("x" * 10**6)
+    else:
+        raise BrokenPipeError(32, "Broken pipe")
+
+cli.load = lambda name: command
+sys.exit(cli.main(["recipes", *sys.argv[1:]]))
+"""
+
+
+def test_exit_0_means_done_where_a_pipe_breaks():
+    """The reader of the output may leave, as head does; a worker or a server may not."""
+    words = [sys.executable, "-c", PIPES]
+    environment = os.environ | {"PYTHONPATH": ":".join(sys.path)}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment}
+    with subprocess.Popen([*words, "print"], **streams) as process:
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.wait() == 141 and process.stderr.read() == b""
+    process = subprocess.run([*words, "other"], **streams)
+    assert process.returncode == 2 and b"coca: error: Broken pipe" in process.stderr
+    if os.path.exists("/dev/full"):
+        with open("/dev/full", "w") as full:
+            process = subprocess.run([*words, "print"], **streams | {"stdout": full})
+        assert process.returncode == 2 and b"No space left" in process.stderr

@@ -3,13 +3,8 @@
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from errno import ENOSPC
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +16,7 @@ from coca_lab.arguments import FILE_KINDS, find_file, shipped
 from coca_lab.cli import main
 from coca_lab.cli.recipes import purpose
 from coca_lab.files import hold
+from coca_lab.store import Store
 from coca_lab.studies import load_study, run_study
 from coca_lab.studies import trial as module
 from coca_lab.training import load_recipe
@@ -245,61 +241,6 @@ def test_too_large_a_batch_is_read_in_smaller_equal_parts(
     assert seen == tried
 
 
-def start(study, out):
-    """The command in a process of its own, when it has saved one checkpoint more."""
-    command = [sys.executable, "-m", "coca_lab.cli", "study", str(study), f"--output={out}"]
-    # A shell lets what it starts in the background ignore SIGINT, and children inherit that.
-    obey = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=obey)
-    before, deadline = steps_saved(out), time.monotonic() + 300
-    while steps_saved(out) <= before:
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[1]
-        time.sleep(0.02)
-    return process
-
-
-def steps_saved(out):
-    found = out.glob("some/checkpoints/checkpoint-*/trainer_state.json")
-    return max((int(path.parent.name.split("-")[1]) for path in found), default=0)
-
-
-@pytest.mark.slow
-def test_ended_in_any_way_it_resumes_from_its_checkpoint(small, tmp_path, capsys):
-    fields, out = yaml.safe_load(small.read_text()), tmp_path / "out"
-    options = fields["options"] | {"training.steps": 1500, "training.save_every": 25}
-    some = {"some": fields["models"]["some"]}
-    small = edited(small, tmp_path, models=some, options=options, passkey=None)
-
-    process = start(small, out)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    for child in children:
-        os.kill(int(child), signal.SIGKILL)
-    _, said = process.communicate(timeout=600)
-    assert process.returncode == 2
-    assert "some: its process was ended by signal 9, perhaps for lack of memory" in said
-
-    process = start(small, out)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=600)
-    assert process.returncode == 130 and "goes on" in said
-    assert steps_saved(out) % 25  # the last step is saved
-
-    process = start(small, out)
-    process.kill()
-    process.communicate()
-    while True:  # until what it has started notices
-        with suppress(UserError), hold(out / "some" / ".lock"):
-            break
-        time.sleep(0.1)
-    before = steps_saved(out)
-    assert 0 < before < 1500
-    assert main(["study", str(small), f"--output={out}", "--workers=0"]) == 0
-    said = capsys.readouterr().err
-    assert f"resuming from step {before:,}" in said
-    (training,) = json.loads((out / "results.json").read_text())["training"]
-    assert training["seconds"] is None and training["steps"] == 1500
-
-
 @pytest.mark.slow
 def test_processes_and_ray_measure_the_same(small, finished, tmp_path, ray):
     for name, engine in (("two", {"workers": 2}), ("ray", {"ray": ""})):
@@ -438,11 +379,41 @@ def test_the_best_learning_rate_is_chosen_and_more_models_join_later(small, tmp_
     again = run(edited(small, tmp_path, models=models, **fields), [], tmp_path / "out")
     assert made == ["later"] and not (tmp_path / "out" / "results-1.json").exists()
     assert [c for c in again["results"] if c["model"] != "later"] == found["results"]
+    unfit = fields | {"choose": {"task": "perplexity", "window": 33}}
+    made.clear()
     with pytest.raises(UserError, match=r"no cell of tuned, rate 1e-09.* has what choose asks"):
-        run(edited(small, tmp_path, models=models, **fields | {"choose": {"task": "perplexity",
-            "window": 33}}), [], tmp_path / "out")  # fmt: skip
+        run(edited(small, tmp_path, models=models, **unfit), [], tmp_path / "unfit")
+    assert made == tried[:1]  # nothing more is trained
+    with pytest.raises(UserError, match=r"no cell of tuned, rate 1e-09.* has what choose asks"):
+        run(edited(small, tmp_path, models=models, **unfit), [], tmp_path / "out")
     models["next"] = {"path": "tuned"}
     with pytest.raises(UserError, match=r"next starts from tuned, .*set training\.learning_rate"):
         run(edited(small, tmp_path, models=models, **fields), [], tmp_path / "out")
     with pytest.raises(UserError, match="learning_rates need choose"):
         load_study(edited(small, tmp_path, **fields | {"choose": {"task": "passkey"}}))
+
+
+@pytest.mark.parametrize(
+    ("task", "low", "high"),
+    [
+        ("ruler", {"score": 0.25}, {"score": 0.5}),
+        ("passkey", {"accuracy": 0.25}, {"accuracy": 0.5}),
+        ("recall", {"right": 1, "asked": 4, "accuracy": 0.25}, {"right": 5, "asked": 9}),
+        ("perplexity", {"nats": 9.0, "tokens": 3}, {"nats": 8.0, "tokens": 4}),
+    ],
+)
+def test_learning_rates_are_chosen_by_any_task(small, tmp_path, task, low, high):
+    options = yaml.safe_load(small.read_text())["options"]
+    del options["training.learning_rate"]
+    fields = {"options": options, "models": {"tuned": {"model.attention": "rope"}}}
+    fields |= {"scalings": None, "learning_rates": [1e-3, 1e-2], "choose": {"task": task}}
+    fields |= {task: {}} if task in ("ruler", "recall") else {}
+    study = load_study(edited(small, tmp_path, **fields))
+    trials = study.trials(tmp_path)
+    with Store() as store:
+        for trial, figures in zip(trials, (low, high), strict=True):
+            store.put([trial.key], [{"cells": [{"task": task, **figures}]}])
+        assert study.best_rates(trials, store) == {"tuned": 1e-2}
+        store.put([trials[0].key], [{"cells": [{"task": task, "length": 64}]}])
+        with pytest.raises(UserError, match="neither nats nor right answers"):
+            study.best_rates(trials, store)
