@@ -174,7 +174,8 @@ def set_own_rotary(model: PreTrainedModel, parameters: dict[str, Any]) -> None:
     config.rope_parameters = rope | parameters
     for name, module in modules.items():
         made: nn.Module = type(module)(config)
-        model.set_submodule(name, made.to(module.inv_freq.device))
+        buffer = next(module.buffers())
+        model.set_submodule(name, made.to(buffer.device))
 
 
 def _rotary_modules(model: PreTrainedModel) -> dict[str, nn.Module]:

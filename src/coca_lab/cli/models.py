@@ -146,9 +146,11 @@ def _compare(
     path: str, wanted: ExtendSettings, check: CheckSettings, length: int, to: int
 ) -> ExtensionCheck:
     """Measure the methods that are possible, and print the tables."""
-    methods = []
+    methods = list[MethodName]()
     tried = [each.name for each in METHODS.values() if each.compared]
-    for method in tried if wanted.method == "auto" else (wanted.method,):
+    if wanted.method != "auto":
+        tried = [wanted.method]
+    for method in tried:
         try:
             extend_context(
                 model_without_weights(path), method, to=to, length=length, **wanted.options
