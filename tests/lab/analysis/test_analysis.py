@@ -277,9 +277,11 @@ def test_angles_that_stop_growing_are_followed_up_to_there():
         analyze(x, documents(30), short)["layers"][0] for x in (model, vanilla("Llama"))
     )
     assert found == expected
-    with pytest.raises(UserError, match=r"stop growing at 40 tokens .* without the limit"):
+    with pytest.raises(
+        UserError, match=r"distances of 40 tokens and more count as others .* without the map"
+    ):
         analyze(model, documents(30), replace(short, lengths=[41]))
-    with pytest.raises(UserError, match="stop growing at 40 tokens"):
+    with pytest.raises(UserError, match="distances of 40 tokens and more"):
         analyze(model, documents(50), replace(short, max_tokens=50))
 
 
