@@ -212,7 +212,7 @@ def separate(base, tmp_path_factory):
 
 SEPARATE = {
     "one": ([], {"attention": "strict"}),
-    "limited": ([], {"attention": "rope", "max_distance": 8}),
+    "limited": ([], {"attention": "rope", "near": 8}),
     "as it is": ([], {"attention": "rope"}),
     "two": ([{"name": "t", "train": "t"}, {"name": "all"}], {"attention": "strict"}),
     "taught": (TEACHER, {"attention": "strict"}),
