@@ -189,8 +189,8 @@ class RecipeTrainer(Trainer):
             self.state = before
             return None
         if checkpoint is not None:
-            processes: Any = (before.stateful_callbacks or {}).get(PROCESSES)
-            check_complete(checkpoint, self, processes)
+            kept: Any = before.stateful_callbacks or {}
+            check_complete(checkpoint, self, kept.get(PROCESSES))
         stop = StopOnSignal(self.accelerator)
         self.add_callback(stop)
         try:
