@@ -162,7 +162,7 @@ def model_config(recipe: Recipe, vocab_size: int, end_of_text: object = None) ->
     }
     if model.attention == "alibi":
         return AlibiGPTNeoXConfig(**common, **model.options)
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_base}
+    rope: dict[str, str | float] = {"rope_type": "default", "rope_theta": model.rope_base}
     if model.body == "gpt_neox":
         rope["partial_rotary_factor"] = 1.0
     else:
