@@ -182,10 +182,10 @@ def name_separate_head(model: PreTrainedModel) -> None:
     embeddings: Any = model.get_input_embeddings()
     if head is None or embeddings is None:
         return
-    weights = getattr(head, "weight", None), embeddings.weight
-    if any(weight is None or weight.is_meta for weight in weights):
+    weight: Any = getattr(head, "weight", None)
+    if weight is None or weight.is_meta or embeddings.weight.is_meta:
         return  # packed, or not in memory
-    if weights[0].data_ptr() != weights[1].data_ptr():
+    if weight.data_ptr() != embeddings.weight.data_ptr():
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False
 

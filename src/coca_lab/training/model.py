@@ -183,7 +183,8 @@ def _attention_fields(model: ModelRecipe, vanilla: PretrainedConfig, length: int
     """Fields in which a CoCA configuration differs from a vanilla one, for a training length."""
     if model.layers:
         return role_fields(model, model.attention, vanilla, length)
-    rotary, fields = model.attention == "rope", model.rotation_fields(length)
+    rotary = model.attention == "rope"
+    fields: dict[str, Any] = {**model.rotation_fields(length)}
     if model.near is not None:
         fields["distance_map"] = asdict(DistanceMap.limited(model.near))
     return {
