@@ -9,16 +9,17 @@ commands all options, of which those of training are the fields of a recipe.
 import importlib
 import inspect
 import re
-from argparse import SUPPRESS, Action, ArgumentParser
+from argparse import SUPPRESS, Action
 from collections.abc import Callable
-from contextlib import suppress
+from dataclasses import is_dataclass
 from pathlib import Path
 from types import ModuleType
-from unittest.mock import patch
+from typing import get_args
 
-from coca_lab.cli import COMMANDS, Command, load
-from coca_lab.cli.console import EVERYTHING
-from coca_lab.cli.evaluation import task_commands
+from coca_lab.cli import COMMANDS
+from coca_lab.cli.parsing import command_parser
+from coca_lab.options import option_help, option_of, option_parser
+from coca_lab.settings.evaluations import TASK_OPTIONS
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 PAGES = {
@@ -149,32 +150,40 @@ def commands() -> str:
     """A section per command: its usage, and a list of its options."""
     parts = []
     for name, (_, summary) in (pair for table in COMMANDS.values() for pair in table.items()):
-        if name == "eval":
-            parts.append(f"## coca eval\n\n{summary}")
-            for task, command in task_commands().items():
-                parts.append(f"### coca eval {task}\n\n{_options(command)}")
-        else:
-            every = EVERYTHING if name == "train" else "--help"
-            parts.append(f"## coca {name}\n\n{_options(load(name), every)}")
+        if name != "eval":
+            parts.append(f"## coca {name}\n\n{_options(name, summary)}")
+            continue
+        parts.append(f"## coca eval\n\n{summary}")
+        for task, options in TASK_OPTIONS.items():
+            text = _options(f"eval {task}", options.summary)
+            parts.append(f"### coca eval {task}\n\n{text}")
     return "\n\n".join(parts)
 
 
-def _options(command: Command, word: str = "--help") -> str:
+def _options(name: str, summary: str) -> str:
     """What the help of a command says, from the parser that would print it."""
-    with patch.object(ArgumentParser, "print_help", autospec=True) as help, suppress(SystemExit):
-        command([word])
-    parser = help.call_args.args[0]
-    parts = [f"```text\n{parser.usage}\n```", _plain(parser.description)]
+    parser = command_parser(name, summary)
+    parts = [f"```text\n{parser.usage}\n```", _plain(parser.description or "")]
     for group in parser._action_groups:
-        lines = [_option(action) for action in group._group_actions if action.dest != "help"]
+        lines = [_option(action) for action in group._group_actions if action.help != SUPPRESS]
+        lines = [line for line in lines if line]
         parts += [f"**{group.title}**", "\n".join(lines)] if lines else []
-    return "\n\n".join([*parts, parser.epilog or ""]).strip()
+    return "\n\n".join(parts)
 
 
 def _option(action: Action) -> str:
-    value = action.dest.upper() if action.metavar is None else action.metavar
-    text = "" if action.help in (None, SUPPRESS) else action.help.replace("%%", "%")
-    return f"- `{' '.join([*action.option_strings, str(value)]).strip()}`: {_plain(text)}"
+    """An option, and the fields of the dataclasses that its value has."""
+    if action.nargs == 0:  # a help
+        return ""
+    value = str(action.metavar or action.dest.rpartition(".")[2].upper())
+    label = f"{option_of(action.dest)} {value}" if action.option_strings else value
+    lines = [f"- `{label}`: {_plain(option_help(action))}"]
+    hint = getattr(action, "_typehint", None)
+    for each in get_args(hint):
+        if isinstance(each, type) and is_dataclass(each):
+            fields = option_parser("", [each])._actions
+            lines += [f"  - `{item.dest}`: {_plain(option_help(item))}" for item in fields[1:]]
+    return "\n".join(lines)
 
 
 def main() -> None:

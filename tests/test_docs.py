@@ -18,10 +18,11 @@ import yaml
 from transformers import pipeline
 
 from coca_attention.errors import UserError
-from coca_lab.arguments import SettingsParser
 from coca_lab.cli import COMMANDS, main
-from coca_lab.cli.evaluation import task_commands
-from coca_lab.recipe import StageRecipe, WeightedSource, recipe_parser
+from coca_lab.cli.parsing import command_parser
+from coca_lab.options import option_names, option_of
+from coca_lab.recipe import StageRecipe, WeightedSource
+from coca_lab.settings.evaluations import TASK_OPTIONS
 from coca_lab.studies import load_study
 from conftest import some_text
 from families import vanilla
@@ -65,18 +66,16 @@ def commands(page: Path) -> list[list[str]]:
 
 
 def parses(words: list[str]) -> None:
-    """The command stops when it has parsed its words, before it does anything."""
+    """The command stops when it has read its options, before it does anything."""
 
     class Parsed(BaseException):
         pass
 
-    def stop(self, words):
-        read(self, words)
+    def stop(name):
         raise Parsed
 
-    read = SettingsParser.read
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Parsed):
-        patch.setattr(SettingsParser, "read", stop)
+        patch.setattr("coca_lab.cli.load", stop)
         assert not main([STAND_INS.get(word, word) for word in words]), words
 
 
@@ -293,24 +292,24 @@ def test_the_reference_is_what_the_code_says(monkeypatch, capsys):
         assert f"## {public}\n\n```py\n{public}(" in everything
     assert not re.search(r"(?<![\w.~:/<>`])/(?:home|root|work|tmp)\b", everything)
     check_commands(pages["commands"], capsys)
-    for name in recipe_parser().types:
-        option = re.escape(f"- `--{name.replace('_', '-')}")
+    for name in option_names(command_parser("train", "")):
+        option = re.escape(f"- `{option_of(name)}")
         assert re.search(rf"^{option}\b[^`]*`: \S", pages["commands"], re.MULTILINE), name
     for each in (*fields(StageRecipe), *fields(WeightedSource)):
-        escaped = each.name.replace("_", r"\_")
-        assert f" {escaped}: " in pages["commands"], each.name
+        assert f"  - `{each.name}`: " in pages["commands"], each.name
 
 
 def check_commands(page: str, capsys) -> None:
     """The page has every command with every option of its help."""
     names = [name for table in COMMANDS.values() for name in table]
-    for name in [*names, *(f"eval {task}" for task in task_commands())]:
+    for name in [*names, *(f"eval {task}" for task in TASK_OPTIONS)]:
         _, found, section = page.partition(f"## coca {name}\n")
         assert found, name
         if name != "eval":  # a list of commands
             with pytest.raises(SystemExit):
                 main([*name.split(), "--help"])
             options = set(re.findall(r"^  (--[\w.-]+)", capsys.readouterr().out, re.M))
+            options = {each for each in options if not each.endswith(".help")}
             there = re.findall(r"^- `(--[\w.-]+)", re.split("\n##", section)[0], re.M)
             assert options <= set(there), name
 

@@ -19,19 +19,21 @@ LIBRARY = {
     "errors": set(),
     "ops": set(),
     "layer": {"ops"},
-    "roles": {"ops", "errors"},
+    "roles": {"errors", "ops"},  # ops where settings are checked
     "method_names": set(),
     "models": {"ops", "layer", "errors", "roles", "method_names"},
     "testing": set(),
 }
 LOOSE = {
-    "arguments", "engine", "environment", "files", "fingerprints", "intervals", "loading",
-    "old_names", "store", "weights",
+    "engine", "environment", "files", "fingerprints", "intervals", "loading", "old_names",
+    "options", "settings", "store", "weights", "yaml_files",
 }  # fmt: skip
 LABORATORY = {
     "__init__": {"cli"},
-    **dict.fromkeys(("arguments", "environment", "files", "intervals", "lm_eval"), frozenset()),
-    "old_names": set(),
+    **dict.fromkeys(("environment", "files", "intervals", "lm_eval"), frozenset()),
+    **dict.fromkeys(("old_names", "yaml_files"), frozenset()),
+    "options": {"yaml_files"},
+    "settings": {"old_names", "options"},
     **dict.fromkeys(("store", "weights"), frozenset({"files"})),
     "engine": {"files", "store"},
     "fingerprints": {"engine", "files", "weights"},
@@ -147,7 +149,10 @@ def test_importing_is_quiet_loads_no_optional_part_and_registers_the_models():
     program = f"""
 import sys
 sys.modules["transformers"] = None
-import coca_attention, torch
+import coca_attention, coca_attention.roles
+assert "torch" not in sys.modules
+import torch
+assert coca_attention.ops.FORMS
 print(coca_attention.CoCAAttention(16, 2)(torch.zeros(1, 3, 16)).shape)
 del sys.modules["transformers"]
 import coca_attention.models

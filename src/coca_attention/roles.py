@@ -1,9 +1,11 @@
-"""Roles of layers: which see a window, and how those that see the whole text read it."""
+"""What a model is converted to: its score form, and the roles of its layers."""
 
+import math
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Literal
 
-from coca_attention.errors import UserError
-from coca_attention.ops.checks import check_real, check_whole
+from coca_attention.errors import UserError, did_you_mean
 
 LONGEST = 2**40
 """Tokens of any text; a length beyond it is a mistake, which PyTorch would not name."""
@@ -47,11 +49,16 @@ class Roles:
             raise UserError(f"layers must consist of the letters l and g, got {self.layers!r}")
         for name, smallest in (("window", 2), ("turning_pairs", 0)):
             value = getattr(self, name)
-            if value is not None:
-                check_whole(name, value, smallest, LONGEST, error=UserError)
-        check_real("decay", self.decay, error=UserError)
-        if self.decay_length is not None:
-            check_real("decay_length", self.decay_length, above=True, error=UserError)
+            whole = isinstance(value, Integral) and not isinstance(value, bool)
+            if value is not None and not (whole and smallest <= int(value) <= LONGEST):
+                raise UserError(
+                    f"{name} must be a whole number between {smallest} and {LONGEST}, got {value!r}"
+                )
+        if not (_is_finite(self.decay) and self.decay >= 0):
+            raise UserError(f"decay must be a finite number from 0, got {self.decay!r}")
+        length = self.decay_length
+        if length is not None and not (_is_finite(length) and length > 0):
+            raise UserError(f"decay_length must be a finite number above 0, got {length!r}")
 
     def rotation_fields(self, length: int) -> dict[str, float]:
         """Rotary parameters of layers that see the whole text, for a training length in tokens."""
@@ -63,3 +70,70 @@ class Roles:
         if self.decay:
             fields |= {"decay": self.decay, "decay_length": self.decay_length or length / 8}
         return fields
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a vanilla model is converted to.
+
+    Raises:
+        UserError: If a name is unknown, or two settings contradict each other.
+    """
+
+    form: str = "slack"
+    """Score form: slack (the paper's Eq. 10), strict (Eq. 9) or magnitude (cf. PoPE); with roles,
+    that of the local layers. rope keeps rotary attention; without roles it limits distances
+    (ReRoPE), which changes nothing in texts of up to near tokens."""
+    free_pairs: int = 0
+    """The last rotary pairs of every head, which keep their ordinary keys and scores. With all of
+    them free the model computes what it did before."""
+    roles: Roles | None = None
+    """Which layers become local and which global; by default the family's own. Not for families
+    with rotary parameters of their own per layer type."""
+    near: int | None = None
+    """W: in layers that see the whole text, keys farther back than W tokens are scored as if W
+    back, and queries beyond the training length L grow with the logarithm of the tokens they see.
+    By default L for rope without roles, and no limit for other forms. Less may find more in longer
+    texts, and may lose what is found within L: coca extend --check measures it."""
+    length: int | None = None
+    """L, the training length in tokens, for roles and limits; by default what the model's
+    configuration says (`made_for`)."""
+    kv_cache: Literal["full", "half"] = "full"
+    """What is kept of earlier tokens: whole keys, or coefficients of half their width."""
+
+    def __post_init__(self) -> None:
+        # They import torch, for which the help of a command need not wait.
+        from coca_attention.ops import FORMS
+        from coca_attention.ops.checks import check_whole
+
+        forms = (*FORMS, "rope")
+        if self.form not in forms:
+            hint = did_you_mean(str(self.form), forms)
+            raise UserError(f"form must be one of {', '.join(forms)}, got {self.form!r}{hint}")
+        if self.roles is not None and not (isinstance(self.roles, Roles) and self.roles.layers):
+            raise UserError(f'roles must be a Roles, such as Roles("llg"), got {self.roles!r}')
+        if self.free_pairs and self.roles is not None:
+            raise UserError("roles determine the free pairs: leave out free_pairs")
+        if self.free_pairs and self.form == "rope":
+            raise UserError("all pairs are free with form rope: leave out free_pairs")
+        if self.near is not None and self.roles is not None:
+            raise UserError("roles limit no distances: leave out near")
+        for name in ("length", "near"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), error=UserError)
+        if self.length is not None and self.roles is None and not self.limits_distances:
+            raise UserError(f"a length is for roles and limits of distances, got {self.length}")
+
+    @property
+    def limits_distances(self) -> bool:
+        """Whether distances are limited in layers that see the whole text."""
+        return self.roles is None and (self.form == "rope" or self.near is not None)
+
+    @property
+    def changes_function(self) -> bool:
+        """Whether the model computes something else at once, within the training length."""
+        return self.form != "rope" or self.roles is not None
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

@@ -7,14 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from coca_attention.errors import UserError, did_you_mean, error_prefix, install
-from coca_attention.ops import FORMS
-from coca_lab.arguments import SettingsParser, checked, read_settings, settings_parser
-from coca_lab.data import SourceSettings
-from coca_lab.data.documents import TOKEN_IDS
-from coca_lab.data.text import NO_DOCUMENTS
+from coca_lab.options import checked, read_settings
 from coca_lab.recipe_sections import (
     BASELINES,
     OWN,
@@ -29,6 +23,8 @@ from coca_lab.recipe_sections import (
     ValidationRecipe,
     WeightedSource,
 )
+from coca_lab.settings.sources import NO_DOCUMENTS, TOKEN_IDS, SourceSettings
+from coca_lab.yaml_files import dump_yaml
 
 TEXT = "text"
 """Name of the only text of a recipe without a mixture."""
@@ -161,6 +157,8 @@ class Recipe:
 
 
 def _check_model(model: ModelRecipe) -> None:
+    from coca_attention.ops import FORMS  # imports torch, for which a help need not wait
+
     known = (*FORMS, *BASELINES)
     if model.attention not in known:
         hint = did_you_mean(model.attention, known)
@@ -173,7 +171,6 @@ def _check_model(model: ModelRecipe) -> None:
     if model.attention == "alibi" and model.body != "gpt_neox":
         raise UserError(f"body must be gpt_neox for attention alibi, got {model.body}")
     if model.attention != OWN:
-        # Not at the top: it takes seconds, which `coca train -h` need not wait for.
         from coca_attention.models.families import decoders
 
         if model.body not in (bodies := decoders()):
@@ -251,6 +248,8 @@ def _check_data(data: DataRecipe) -> None:
             "it for each source of the mixture"
         )
     for name, source in data.mixture.items():
+        if not isinstance(name, str):
+            raise UserError(f"names of a mixture are text, got {name!r}: put it into quotes")
         if not source.source:
             raise UserError(f"mixture.{name}.source is missing: name the text to read")
     weights = [source.weight for source in data.mixture.values()]
@@ -276,6 +275,8 @@ def _check_validation(validation: ValidationRecipe) -> None:
 
 
 def _check_stage(stage: StageRecipe, model: ModelRecipe) -> None:
+    from coca_attention.ops import FORMS
+
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", stage.name):
         raise UserError("name is also a folder's name: use letters, digits, . _ and -")
     if stage.train == "lora" and find_spec("peft") is None:
@@ -306,7 +307,7 @@ def all_fields(recipe: Recipe) -> dict[str, Any]:
 
 def as_yaml(recipe: Recipe) -> str:
     """The recipe as YAML, including every default that applies."""
-    return yaml.safe_dump(all_fields(recipe), sort_keys=False)
+    return dump_yaml(all_fields(recipe))
 
 
 def load_recipe(path: str | Path | None = None, overrides: list[str] | None = None) -> Recipe:
@@ -323,11 +324,6 @@ def load_recipe(path: str | Path | None = None, overrides: list[str] | None = No
         UserError: If the file is missing or malformed, a key is unknown, or a value is invalid.
     """
     return read_settings(Recipe, path, overrides or (), kind="recipe", program="coca train")
-
-
-def recipe_parser(shown: Collection[str] = ()) -> SettingsParser:
-    """The parser of recipe files and overrides; ``shown`` as for `SettingsParser`."""
-    return settings_parser(Recipe, "coca train", shown=shown)
 
 
 def check_same_recipe(recipe: Recipe, path: Path, may_change: Collection[str] = ()) -> None:

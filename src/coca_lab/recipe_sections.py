@@ -11,10 +11,12 @@ from pydantic import Field
 
 from coca_attention.method_names import MethodName
 from coca_attention.roles import Roles
-from coca_lab.data import SourceSettings
-from coca_lab.data.documents import PathText
-from coca_lab.data.text import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
-from coca_lab.files import cache_folder
+from coca_lab.settings.sources import (
+    LARGEST_VOCABULARY,
+    SMALLEST_VOCABULARY,
+    PathText,
+    SourceSettings,
+)
 
 PASSKEY, VALIDATION = "passkey", "validation"
 """Names of the blocks of `passkey_share`, and of the text that validation reads."""
@@ -137,7 +139,7 @@ class DataRecipe(SourceSettings):
     """Training length in tokens."""
     passkey_share: PartialShare = 0.0
     """Share of the blocks that are passkey texts with answers. Each has a different key."""
-    tasks: dict[Literal["recall"], TaskShare] = field(default_factory=dict)
+    tasks: Annotated[dict[Literal["recall"], TaskShare], Field()] = field(default_factory=dict)
     """Shares of the blocks with texts of further tasks, such as {recall: 0.3}: associative recall
     of random tokens, of which the answers alone are trained."""
     separate_documents: bool = False
@@ -151,6 +153,8 @@ class DataRecipe(SourceSettings):
     def token_folder(self) -> Path | None:
         """The folder of tokenised text; None for memory."""
         if self.cache == "auto":
+            from coca_lab.files import cache_folder  # imports the Hub's client
+
             return cache_folder()
         return None if self.cache is None else Path(self.cache).expanduser()
 

@@ -178,7 +178,7 @@ CASES = {
     "tag": (train_file("model: !!python/object/apply:os.getcwd []"), "not a readable recipe"),
     "recursion": (train_file("model: &a {x: *a}"), "with those that aliases repeat"),
     "folder": (lambda p: ["train", p.text], "no such recipe"),
-    "many steps": (train(training__steps=10**30), "steps: Input should be less than"),
+    "many steps": (train(training__steps=10**30), "steps: must be less than"),
     "wide": (train(model__hidden_size=10**8, model__num_heads=10**6), "not enough memory"),
     "deepspeed": (train(training__trainer={"deepspeed": "nowhere.json"}), "training.trainer"),
     "empty source": (train(data__source=""), "data.source: the source is empty"),
@@ -221,9 +221,9 @@ CASES = {
     "folder as output": (perplexity("--output", "."), "is a folder"),
     "device as folder": (perplexity("--output", "/dev/null/x"), "/dev/null"),
     "values": (lambda p: [*perplexity()(p), "--output", p.damaged_values()], "sqlite is damaged"),
-    "temperature": (generate("x", "--temperature", ".nan"), "temperature: Input should be less"),
+    "temperature": (generate("x", "--temperature", ".nan"), "--temperature: must be a valid number"),
     "cold": (generate("x", "--temperature", "1e-40"), "temperature must be 0, or at least"),
-    "seed of draws": (generate("x", "--seed", str(2**70)), "seed: Input should be less than"),
+    "seed of draws": (generate("x", "--seed", str(2**70)), "--seed: must be less than"),
     "bytes": (generate("\udcff"), "not UTF-8"),
     # Names in another encoding, which no card, result or page can say.
     "name of a model": (perplexity(make=lambda p: shutil.copytree(

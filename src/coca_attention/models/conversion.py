@@ -3,9 +3,9 @@
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,70 +43,10 @@ from coca_attention.models.decoder import (
 from coca_attention.models.families import FAMILIES, Family, supported_families
 from coca_attention.models.fused import FUSED
 from coca_attention.models.projections import AttentionLayout
-from coca_attention.ops import FORMS, DistanceMap
-from coca_attention.ops.checks import check_whole
-from coca_attention.roles import Roles
+from coca_attention.ops import DistanceMap
+from coca_attention.roles import Conversion
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """What a vanilla model is converted to.
-
-    Raises:
-        UserError: If a name is unknown, or two settings contradict each other.
-    """
-
-    form: str = "slack"
-    """Score form: slack (the paper's Eq. 10), strict (Eq. 9) or magnitude (cf. PoPE); with roles,
-    that of the local layers. rope keeps rotary attention; without roles it limits distances
-    (ReRoPE), which changes nothing in texts of up to near tokens."""
-    free_pairs: int = 0
-    """The last rotary pairs of every head, which keep their ordinary keys and scores. With all of
-    them free the model computes what it did before."""
-    roles: Roles | None = None
-    """Which layers become local and which global; by default the family's own. Not for families
-    with rotary parameters of their own per layer type."""
-    near: int | None = None
-    """W: in layers that see the whole text, keys farther back than W tokens are scored as if W
-    back, and queries beyond the training length L grow with the logarithm of the tokens they see.
-    By default L for rope without roles, and no limit for other forms. Less may find more in longer
-    texts, and may lose what is found within L: coca extend --check measures it."""
-    length: int | None = None
-    """L, the training length in tokens, for roles and limits; by default what the model's
-    configuration says (`made_for`)."""
-    kv_cache: Literal["full", "half"] = "full"
-    """What is kept of earlier tokens: whole keys, or coefficients of half their width."""
-
-    def __post_init__(self) -> None:
-        forms = (*FORMS, "rope")
-        if self.form not in forms:
-            hint = did_you_mean(str(self.form), forms)
-            raise UserError(f"form must be one of {', '.join(forms)}, got {self.form!r}{hint}")
-        if self.roles is not None and not (isinstance(self.roles, Roles) and self.roles.layers):
-            raise UserError(f'roles must be a Roles, such as Roles("llg"), got {self.roles!r}')
-        if self.free_pairs and self.roles is not None:
-            raise UserError("roles determine the free pairs: leave out free_pairs")
-        if self.free_pairs and self.form == "rope":
-            raise UserError("all pairs are free with form rope: leave out free_pairs")
-        if self.near is not None and self.roles is not None:
-            raise UserError("roles limit no distances: leave out near")
-        for name in ("length", "near"):
-            if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name), error=UserError)
-        if self.length is not None and self.roles is None and not self.limits_distances:
-            raise UserError(f"a length is for roles and limits of distances, got {self.length}")
-
-    @property
-    def limits_distances(self) -> bool:
-        """Whether distances are limited in layers that see the whole text."""
-        return self.roles is None and (self.form == "rope" or self.near is not None)
-
-    @property
-    def changes_function(self) -> bool:
-        """Whether the model computes something else at once, within the training length."""
-        return self.form != "rope" or self.roles is not None
 
 
 def convert(

@@ -1,14 +1,13 @@
 """The angle analysis: from a model, token ids and settings to plain JSON values."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from hashlib import sha256
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -36,38 +35,12 @@ from coca_lab.analysis.scores import (
 )
 from coca_lab.data import SourceSettings
 from coca_lab.engine import Engine, Item, Progress
-from coca_lab.evaluation.perplexity import TextSettings, load_text
+from coca_lab.evaluation.perplexity import load_text
 from coca_lab.evaluation.task import Cell, Measurement, MethodSettings, Model, Task
+from coca_lab.settings.evaluations import ANALYSIS_OPTIONS, AnalysisSettings, AnalyzeSettings
+from coca_lab.settings.sources import TextSettings
 
 DEFAULT_TOKENS = 2048
-AtLeastTwo = Annotated[int, Field(ge=2)]
-
-
-@dataclass
-class AnalysisSettings:
-    """Settings of the analysis."""
-
-    max_documents: PositiveInt = 8
-    """Maximum number of documents to read."""
-    max_tokens: AtLeastTwo | None = None
-    """Truncate documents to this many tokens; default: the training length, at most 2,048."""
-    lengths: list[AtLeastTwo] = field(default_factory=list)
-    """Text lengths in tokens at which to count anomalous tokens and borders; default: 1, 4 and 16
-    times the training length."""
-    pairs: PositiveInt = 1024
-    """(query, key) pairs sampled from every document for the angles."""
-    pairs_per_distance: PositiveInt = 64
-    """(query, key) pairs sampled from every document at each distance 1, 2, 4, … for the bounds."""
-    bins: AtLeastTwo = 36
-    """Number of bins of the angle histograms."""
-    shifts: list[PositiveInt] = field(default_factory=lambda: [1, 16, 256, 4096])
-    """Shifts of all positions to compare, in tokens; may be empty."""
-    shift_queries: PositiveInt = 16
-    """Queries sampled from every document for comparing scores under a shift."""
-    judged: PositiveInt = 128
-    """Positions sampled from every document for comparing predictions under a shift."""
-    seed: NonNegativeInt = 0
-    """Random seed."""
 
 
 def read_token_ids(
@@ -315,11 +288,6 @@ def _prediction_values(sums: Sums) -> Findings:
     return {"nats": before, "nats_shifted": after, "judged": count}
 
 
-@dataclass
-class AnalyzeSettings(AnalysisSettings, SourceSettings):
-    """Which text to read, and what to measure."""
-
-
 def _measure(model: Model, settings: AnalyzeSettings, method: MethodSettings) -> list[Measurement]:
     names = AnalysisSettings.__dataclass_fields__
     analysis = AnalysisSettings(**{name: getattr(settings, name) for name in names})
@@ -329,7 +297,7 @@ def _measure(model: Model, settings: AnalyzeSettings, method: MethodSettings) ->
 
 ANALYSIS = Task(
     "analyze",
-    "Angles between queries and keys, border crossings, and bounds on the scores.",
+    ANALYSIS_OPTIONS.summary,
     AnalyzeSettings,
     measure=_measure,
     scaled=False,

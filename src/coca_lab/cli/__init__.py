@@ -1,6 +1,6 @@
 """The command ``coca``: a table of commands, of which the chosen one's module is imported.
 
-Whatever is imported from the library imports torch, and so not before it is needed.
+Options are read before that, so that a help or an error waits for no import of torch.
 """
 
 import io
@@ -15,17 +15,8 @@ from contextlib import suppress
 from importlib import import_module
 from typing import TextIO
 
-EVALUATIONS = {
-    "perplexity": "Perplexity of a causal language model under sliding windows.",
-    "needles": "Needles by log probability: how probable are the numbers hidden in a text?",
-    "passkey": "Passkey retrieval: does a model find five digits hidden in a long prompt?",
-    "ruler": "RULER's tasks: needles, chains of variables, frequent words.",
-    "recall": "Associative recall: does a model know the values of the keys it has read?",
-}
-"""The commands behind ``coca eval``, with their lines of help, which thus come at once."""
-
-Command = Callable[[list[str]], None]
-"""A command: takes the words behind its name."""
+Command = Callable[..., None]
+"""A command: takes what `coca_lab.cli.parsing.parse` makes of the words behind its name."""
 
 COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "start here": {
@@ -93,9 +84,13 @@ def _has_no_reader(output: TextIO) -> bool:
 def _explain(error: Exception) -> int:
     """Print an error in one line, and return the exit code."""
     from coca_attention.errors import UserError, install
-    from coca_lab.files import known_problem
 
-    problem = str(error) if isinstance(error, UserError) else known_problem(error)
+    if isinstance(error, UserError):
+        problem = str(error)
+    else:
+        from coca_lab.files import known_problem  # imports the Hub's client
+
+        problem = known_problem(error)
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("coca_"):
         problem = f"this needs {error.name}: {install('lab')}"
     if problem is not None:
@@ -119,17 +114,34 @@ def _run(words: list[str]) -> None:
 
         print(f"coca {__version__}")
         return
-    name = choose(
-        "coca", words, {g: {n: s for n, (_, s) in t.items()} for g, t in COMMANDS.items()}
-    )
-    help_alone = name == "eval" and set(words[1:]) <= {"-h", "--help"}
-    if help_alone and "COCA_IMPORT" not in os.environ:  # which may register others
-        choose("coca eval", [], {"tasks": EVALUATIONS})
-    elif name is not None:
+    groups = {g: {n: line for n, (_, line) in table.items()} for g, table in COMMANDS.items()}
+    name = choose("coca", words, groups)
+    if name is None:
+        return
+    if "COCA_IMPORT" in os.environ:  # which may register tasks
         from coca_lab.engine import import_extensions
 
         import_extensions()
-        load(name)(words[1:])
+    if name == "eval":
+        from coca_lab.settings.evaluations import TASK_OPTIONS
+
+        lines = {task: options.summary for task, options in TASK_OPTIONS.items()}
+        task = choose("coca eval", words[1:], {"tasks": lines})
+        if task is not None:
+            _run_command(name, f"eval {task}", lines[task], words[2:], [task])
+    else:
+        lines = {n: line for table in groups.values() for n, line in table.items()}
+        _run_command(name, name, lines[name], words[1:], [])
+
+
+def _run_command(
+    name: str, full_name: str, summary: str, words: list[str], arguments: list[str]
+) -> None:
+    """Read the options of a command, and run its function with them behind other arguments."""
+    from coca_lab.cli.parsing import parse
+
+    values = parse(full_name, summary, words)
+    load(name)(*arguments, *values)
 
 
 def load(name: str) -> Command:

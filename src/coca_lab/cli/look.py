@@ -1,41 +1,24 @@
 """Commands that show what there is: a report, a model and this machine."""
 
-from dataclasses import dataclass
-
 import torch
 
-from coca_lab.cli.console import parse
-from coca_lab.data.documents import PathText
 from coca_lab.environment import describe_environment
 from coca_lab.folders import facts
 from coca_lab.loading import model_without_weights
 from coca_lab.report import write_report
+from coca_lab.settings.commands import ReportSettings
 
 Rows = list[tuple[str, str]]
 
 
-@dataclass
-class ReportSettings:
-    """The report page."""
-
-    output: PathText = "report.html"
-    """HTML file to write."""
-    title: str | None = None
-    """Heading of the page; by default it names what was measured."""
-    paper: bool = False
-    """Also show the paper's Tables 1 to 4."""
-
-
-def report_command(words: list[str]) -> None:
+def report_command(paths: list[str], settings: ReportSettings) -> None:
     """Turn result files, or folders of runs and studies, into one self-contained page."""
-    paths, settings = parse("coca report", report_command, words, [ReportSettings], ["results+"])
     page = write_report(paths, **vars(settings))
     print(f"Report: {page}")
 
 
-def info_command(words: list[str]) -> None:
+def info_command(path: str | None) -> None:
     """Print versions and hardware of this machine, or the configuration of a model."""
-    (path,) = parse("coca info", info_command, words, [], ["model?"])
     rows = _model(path) if path else _machine()
     width = max(len(name) for name, _ in rows)
     for name, text in rows:

@@ -1,11 +1,7 @@
 """Commands that turn models into others: extend, convert and export."""
 
 import logging
-import re
-from dataclasses import dataclass, field
-from typing import Any, Literal
 
-from pydantic import PositiveInt
 from transformers import PreTrainedConfig
 
 from coca_attention.errors import UserError
@@ -17,12 +13,10 @@ from coca_attention.models.configuration import (
 )
 from coca_attention.models.conversion import Conversion
 from coca_attention.models.methods import METHODS, extend_context, extended_lengths
-from coca_attention.ops import FORMS
-from coca_lab.cli.console import ProgressBar, parse, print_table
+from coca_lab.cli.console import ProgressBar, print_table
 from coca_lab.engine import Engine
 from coca_lab.evaluation.extension import (
     Candidate,
-    CheckSettings,
     ExtensionCheck,
     check_extensions,
 )
@@ -32,34 +26,20 @@ from coca_lab.files import cache_folder
 from coca_lab.fingerprints import fingerprint
 from coca_lab.folders import convert_folder, extend_folder, new_folder
 from coca_lab.loading import model_without_weights
+from coca_lab.settings.commands import (
+    CheckSettings,
+    ExportSettings,
+    ExtendSettings,
+    FolderSettings,
+)
 from coca_lab.store import Store
 from coca_lab.weights import quantised_by
 
 log = logging.getLogger(__name__)
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
-
-@dataclass
-class FolderSettings:
-    """How the folders are read and written."""
-
-    from_original: bool = False
-    """MODEL is a checkpoint in the format of the paper's authors."""
-    dtype: Dtype = "auto"
-    """Precision of the weights; auto keeps it."""
-
-
-def convert_command(words: list[str]) -> None:
+def convert_command(path: str, target: str, wanted: Conversion, folder: FolderSettings) -> None:
     """Turn a vanilla model's folder into the CoCA model of its family, to be trained on."""
-    path, target, wanted, folder = parse(
-        "coca convert", convert_command, words, [Conversion, FolderSettings], ["model", "target"]
-    )
-    if not folder.from_original and not any(re.match("--form(=|$)", word) for word in words):
-        raise UserError(
-            f"--form is missing: one of {', '.join(FORMS)}, or with --roles.layers rope; to extend "
-            "a model's context without training use coca extend MODEL TARGET"
-        )
     model = convert_folder(path, target, wanted, **vars(folder))
     note = "; it predicts poorly until it is trained"
     if not wanted.changes_function:
@@ -81,32 +61,8 @@ def _print_training_length(config: PreTrainedConfig, given: int | None) -> None:
     print(f"Training length: {length:,} tokens ({why})")
 
 
-@dataclass
-class ExtendSettings:
-    """How the context is extended."""
-
-    to: PositiveInt | None = None
-    """The longest text in tokens that the model is to read; by default four times L."""
-    method: Literal["auto", MethodName] = "auto"
-    """limited: distances beyond W score as if W (ReRoPE with log n), which changes nothing in texts
-    of up to W tokens; leaky: beyond L/2 they grow so slowly that none reaches L (Leaky ReRoPE);
-    yarn, dynamic, ntk, linear, llama3 and longrope change rotations; temperature is for models
-    with layers without positions. auto takes the best by --check, and without it limited."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Other options of the method by name (docs/conversion.md lists them)."""
-    near: PositiveInt | None = None
-    """W, for limited; by default L, or with --check the best of L, L/2 and L/4. S, for shifted."""
-    length: PositiveInt | None = None
-    """L, the length that the model was made for; by default what its configuration says."""
-    dtype: Dtype = "auto"
-    """Precision of the weights, to measure and to write; auto keeps it."""
-
-
-def extend_command(words: list[str]) -> None:
+def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckSettings) -> None:
     """Let a model read longer texts, without training, by the method that its text shows best."""
-    path, target, wanted, check = parse(
-        "coca extend", extend_command, words, [ExtendSettings, CheckSettings], ["model", "target"]
-    )
     new_folder(path, target)
     if wanted.near and wanted.method != "auto" and "near" not in METHODS[wanted.method].options:
         raise UserError(f"method {wanted.method} has no --near")
@@ -184,24 +140,7 @@ def _compare(
     return found
 
 
-@dataclass
-class ExportSettings:
-    """What is written."""
-
-    context: PositiveInt | None = None
-    """N, the tokens among which the model is to find something: scores of global layers are
-    multiplied by ln(N + 1) / ln(L + 1), for L the training length. By default they stay. What that
-    costs within L, coca eval perplexity --method temperature --factor N/L measures."""
-    gguf: bool = False
-    """Write NAME.gguf for llama.cpp into the folder, too, for NAME its name."""
-    dtype: Dtype = "auto"
-    """Precision of the weights; auto keeps it."""
-
-
-def export_command(words: list[str]) -> None:
+def export_command(path: str, target: str, wanted: ExportSettings) -> None:
     """Write a model with layers with roles as Transformers' own class, for other engines."""
-    path, target, wanted = parse(
-        "coca export", export_command, words, [ExportSettings], ["model", "target"]
-    )
     model = export_native(path, target, **vars(wanted))
     print(f"{target}: {model.config.model_type}, {model.num_parameters():,} parameters")

@@ -1,32 +1,27 @@
 """Commands of recipes: list them, print one, and train a model from one."""
 
 import shutil
+import sys
 import textwrap
+from argparse import Namespace
 from pathlib import Path
 
 from coca_attention.errors import UserError, did_you_mean
-from coca_lab.arguments import FILE_KINDS, first_sentence, shipped
-from coca_lab.cli.console import parse, parse_file
-from coca_lab.recipe import load_recipe, recipe_parser
+from coca_lab.options import first_sentence
+from coca_lab.recipe import load_recipe
+from coca_lab.yaml_files import FILE_KINDS, shipped
 
 USES = {"recipe": "coca train NAME", "study": "coca study NAME"}
-SHOWN = (
-    "model.attention", "model.hidden_size", "model.num_layers", "model.num_heads", "model.layers",
-    "model.start", "data.source", "data.block_length", "data.held_out", "data.max_tokens",
-    "data.passkey_share", "validation.every", "validation.passkeys",
-    "training.steps", "training.global_batch_size", "training.micro_batch_size",
-    "training.learning_rate", "training.precision", "training.seed", "training.save_every",
-)  # fmt: skip
-"""Fields of a recipe in the short help."""
 NAMES = 29
 """Columns for the names in the list."""
 
 
-def recipes_command(words: list[str]) -> None:
+def recipes_command(name: str | None) -> None:
     """List the project's recipes and studies, or print one to change it."""
-    (name,) = parse("coca recipes", recipes_command, words, [], ["recipe?"])
     if name is None:
-        width = max(shutil.get_terminal_size().columns, 2 * NAMES)
+        # Into a file or a pipe, lines are whole.
+        columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10**6
+        width = max(columns, 2 * NAMES)
         for kind, folder in FILE_KINDS.items():
             print(f"{folder} ({USES[kind]}):")
             for each, path in shipped(kind).items():
@@ -49,15 +44,11 @@ def purpose(path: Path) -> str:
     return first_sentence(" ".join(line.lstrip("# ") for line in lines if line.startswith("#")))
 
 
-def train_command(words: list[str]) -> None:
+def train_command(recipe: str, overrides: list[str], chosen: Namespace) -> None:
     """Train a model from a recipe (YAML); resumes when run again."""
-    usage = "coca train RECIPE.yaml [--training.steps 100 …]"
-    recipe, overrides, chosen = parse_file(
-        words, train_command, recipe_parser, "recipe", usage, SHOWN
-    )
     folder = chosen.output
     settings = load_recipe(recipe, overrides)
-    # Takes longer to import than the help takes to print.
+    # Takes seconds to import, for which the list of recipes need not wait.
     from accelerate import PartialState
 
     from coca_lab.training import is_finished, read_summary, train

@@ -4,41 +4,17 @@ import os
 import signal
 import socket
 import sys
-from dataclasses import dataclass
-from typing import Annotated, Literal
 
-from pydantic import Field
 from transformers.utils.import_utils import is_serve_available
 
 import coca_attention.models  # noqa: F401 (registers the models)
 from coca_attention.errors import UserError, install
-from coca_lab.cli.console import parse
 from coca_lab.loading import model_without_weights
+from coca_lab.settings.commands import ServeSettings
 
 
-@dataclass
-class ServeSettings:
-    """How the model is served."""
-
-    host: str = "localhost"
-    """Address to listen at."""
-    port: Annotated[int, Field(ge=1, le=65_535)] = 8000
-    """Port to listen at."""
-    continuous_batching: bool = False
-    """Answer several requests at once."""
-    cache: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """With continuous batching, the share of the free memory that its cache takes."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of the weights; auto keeps it."""
-    device: str = "auto"
-    """cpu, cuda, …; auto is the accelerator where there is one."""
-    seed: int | None = None
-    """Seed of the draws."""
-
-
-def serve_command(words: list[str]) -> None:
+def serve_command(path: str, settings: ServeSettings) -> None:
     """Serve one model as transformers serve does, with the interface of OpenAI's."""
-    path, settings = parse("coca serve", serve_command, words, [ServeSettings], ["model"])
     if not is_serve_available():
         raise UserError(f"the server's packages are not installed: {install('serve')}")
     from transformers.cli.serve import Serve  # needs the optional packages

@@ -1,13 +1,12 @@
 """What a user says, in the chat template of a tokenizer."""
 
-from typing import Any, Literal
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from coca_attention.errors import UserError
+from coca_lab.settings.sources import Thinking
 
-Thinking = Literal["default", "on", "off"]
-"""Whether a model thinks before its answer: as its chat template says, or as it is told."""
 THINK = "<think>"
 """What a template ends in that lets a model think."""
 WORD = "Qsaid7x"

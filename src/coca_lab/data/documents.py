@@ -32,24 +32,17 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
-from pydantic import AfterValidator
 
 from coca_attention.errors import UserError
 from coca_lab.fingerprints import files_fingerprint, fingerprint
+from coca_lab.settings.sources import TOKEN_IDS, BadLines, SourceSettings
 
 log = logging.getLogger(__name__)
-
-BadLines = Literal["error", "skip"]
-PathText = Annotated[str, AfterValidator(os.path.expanduser)]
-"""The type of settings that name a file or a folder: a first ``~`` is the user's folder."""
-
-TOKEN_IDS = ".npy"
-"""Ending of a file of token ids, which training reads in place of text."""
 
 RECORD_FILES = (".jsonl", ".ndjson", ".json")
 """Endings of files with a record in each line, or, the last, with a list of records."""
@@ -87,26 +80,6 @@ class Document:
     text: str
 
 
-@dataclass
-class SourceSettings:
-    """Documents to read."""
-
-    source: PathText = "stdlib"
-    """stdlib; a file, folder or glob of .txt, .jsonl, .ndjson, .json (also .gz, .xz, .zst) or
-    .parquet; a folder of save_to_disk; or hf:NAME."""
-    text_field: str = "text"
-    """Field with the text in JSON records, Parquet files and datasets."""
-    bad_lines: BadLines = "error"
-    """How to handle an invalid JSON line: error, or skip with a warning."""
-
-    def documents(self, share: float = 0.0, *, from_held_out: bool = False) -> Iterator[Document]:
-        """`read_documents` with these settings: the share that is held out, or all others."""
-        field, lines = self.text_field, self.bad_lines
-        for document in read_documents(self.source, text_field=field, bad_lines=lines):
-            if (share > 0 and held_out(document, share)) == from_held_out:
-                yield document
-
-
 def read_documents(
     source: str, *, text_field: str = "text", bad_lines: BadLines = "error"
 ) -> Iterator[Document]:
@@ -131,6 +104,18 @@ def read_documents(
             f" and {len(others) - NAMED:,} more" if len(others) > NAMED else "",
         )
     return chain.from_iterable(_file_documents(path, text_field, bad_lines) for path in files)
+
+
+def documents_of(
+    settings: SourceSettings, share: float = 0.0, *, from_held_out: bool = False
+) -> Iterator[Document]:
+    """`read_documents` of settings: the share that is held out, or all others."""
+    documents = read_documents(
+        settings.source, text_field=settings.text_field, bad_lines=settings.bad_lines
+    )
+    for document in documents:
+        if (share > 0 and held_out(document, share)) == from_held_out:
+            yield document
 
 
 def held_out(document: Document, share: float) -> bool:

@@ -20,7 +20,7 @@ from functools import lru_cache
 from importlib.resources import files
 from itertools import pairwise, product
 from string import ascii_lowercase, ascii_uppercase
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -28,13 +28,8 @@ from transformers import PreTrainedTokenizerBase
 from coca_attention.errors import UserError, error_prefix
 from coca_lab.data.chat import Thinking, chat_frame
 from coca_lab.data.tasks import Encode, Prompt, check_reproduced, leading_special_tokens
+from coca_lab.settings.evaluations import RULER_TASKS, RulerTask
 
-RulerTask = Literal[
-    "niah_single_1", "niah_single_2", "niah_single_3",
-    "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
-    "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe",
-]  # fmt: skip
-RULER_TASKS: tuple[RulerTask, ...] = get_args(RulerTask)
 ANSWER_TOKENS: dict[str, int] = {
     **dict.fromkeys(RULER_TASKS[:8], 128), "vt": 30, "cwe": 120, "fwe": 50
 }  # fmt: skip

@@ -18,14 +18,19 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from coca_attention.errors import UserError
 from coca_lab.data.documents import (
-    TOKEN_IDS,
     DataError,
     Document,
-    SourceSettings,
+    documents_of,
     text_fingerprint,
 )
 from coca_lab.files import find_model, writing
 from coca_lab.fingerprints import fingerprint
+from coca_lab.settings.sources import (
+    NO_DOCUMENTS,
+    SMALLEST_VOCABULARY,
+    TOKEN_IDS,
+    SourceSettings,
+)
 
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_FILES = ("*token*", "*vocab*", "*merges*", "*.model", "*.tiktoken")
@@ -35,12 +40,6 @@ NO_VOCABULARY = ("tokenizer_config.json", "special_tokens_map.json", "added_toke
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_CHARACTERS = 100_000_000
 LONG_RUN = re.compile(r"(\S{1000}|\s{1000})")
-SMALLEST_VOCABULARY, LARGEST_VOCABULARY = 257, 10_000_000
-"""Of a tokenizer that is trained here: the bytes and the end of text; and beyond any use."""
-NO_DOCUMENTS = (
-    "has token ids, not documents, so none can be held out: set data.held_out to 0 and, to "
-    "validate, validation.source"
-)
 
 
 def train_tokenizer(
@@ -207,7 +206,7 @@ def tokenise(
         if share or from_held_out:
             raise UserError(f"{source.source} {NO_DOCUMENTS}")
         return _read_tokens(source.source, tokenizer, max_tokens)
-    documents = source.documents(share, from_held_out=from_held_out)
+    documents = documents_of(source, share, from_held_out=from_held_out)
     arrays = _token_arrays(documents, tokenizer, max_tokens)
     if folder is None:
         return np.concatenate([*arrays])

@@ -10,6 +10,7 @@ from coca_lab.evaluation.perplexity import PERPLEXITY_TASK
 from coca_lab.evaluation.recall import RECALL_TASK
 from coca_lab.evaluation.retrieval import PASSKEY_TASK, RULER_TASK
 from coca_lab.evaluation.task import Cell, MethodSettings, Model, Task, evaluate, open_model
+from coca_lab.settings.evaluations import TASK_OPTIONS, TaskOptions
 
 TASKS: dict[str, Task] = {
     task.name: task
@@ -26,6 +27,7 @@ def register_task(task: Task) -> None:
     if task.name in TASKS:
         raise UserError(f"there is already a task named {task.name!r}")
     TASKS[task.name] = task
+    TASK_OPTIONS[task.name] = TaskOptions(task.summary, task.settings, task.scaled, task.prompts)
 
 
 __all__ = [

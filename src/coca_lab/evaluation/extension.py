@@ -8,19 +8,17 @@ numbers are asked for from its cache.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from statistics import median
 from typing import Any, Literal
 
-from pydantic import PositiveInt
 from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
 from coca_attention.method_names import MethodName
 from coca_attention.models import METHODS, applied
-from coca_lab.data.documents import BadLines, PathText
 from coca_lab.engine import Engine, Item
 from coca_lab.evaluation.marked import (
     MarkedText,
@@ -28,12 +26,14 @@ from coca_lab.evaluation.marked import (
     hide_numbers,
     read_marked,
 )
-from coca_lab.evaluation.perplexity import TextSettings, load_text
+from coca_lab.evaluation.perplexity import load_text
 from coca_lab.evaluation.task import Model
 from coca_lab.fingerprints import code_fingerprint, fingerprint
 from coca_lab.intervals import DocumentScore, paired_ratio_interval
 from coca_lab.intervals import perplexity as perplexity_of
 from coca_lab.loading import check_vocabulary
+from coca_lab.settings.commands import CheckSettings
+from coca_lab.settings.sources import TextSettings
 from coca_lab.weights import quantised_by
 
 SHARES = (1.0, 0.5, 0.25)
@@ -48,27 +48,6 @@ RULE = (
     "that with the lowest perplexity there; of those that the same tests do not tell from it, the "
     "one that runs in most engines is taken."
 )
-
-
-@dataclass
-class CheckSettings:
-    """What the methods are measured on."""
-
-    check: PathText = ""
-    """Text on which to measure perplexity, and how many numbers that are hidden in it are found, by
-    every method: stdlib; a file, folder or glob of .txt, .jsonl or .parquet; or hf:NAME. Of the
-    methods that lose nothing within L, and than which no other is clearly better beyond it, the one
-    that runs in most engines is taken."""
-    check_lengths: list[PositiveInt] = field(default_factory=list)
-    """Lengths of text to measure at beside L; by default 2 L, 4 L, … up to --to."""
-    check_documents: PositiveInt = 10
-    """Documents to read, of at least the largest length."""
-    check_numbers: PositiveInt = 5
-    """Numbers that are hidden in a document for every length, and asked for there."""
-    text_field: str = "text"
-    """Field with the text in JSON records, Parquet files and datasets."""
-    bad_lines: BadLines = "error"
-    """How to handle an invalid JSON line: error, or skip with a warning."""
 
 
 @dataclass(frozen=True)

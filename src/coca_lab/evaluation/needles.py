@@ -8,36 +8,19 @@ apart. docs/evaluation.md describes the task.
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, NonNegativeInt, PositiveInt
 
 from coca_attention.errors import UserError
 from coca_lab.data.needles import DIGITS, NeedleText, hide_needles
 from coca_lab.engine import Item
-from coca_lab.evaluation.perplexity import TextSettings, load_text
+from coca_lab.evaluation.perplexity import load_text
 from coca_lab.evaluation.task import Cell, Measurement, MethodSettings, Model, Task
 from coca_lab.evaluation.windows import last_logits
 from coca_lab.intervals import DocumentScore, mean_nats, nats_interval
-
-
-@dataclass
-class NeedleSettings(TextSettings):
-    """In which text numbers are hidden, and how many."""
-
-    lengths: Annotated[list[PositiveInt], Field(min_length=1)] = field(
-        default_factory=lambda: [2048, 4096]
-    )
-    """Tokens of a text, with what is hidden in it, the questions and the answers."""
-    count: PositiveInt = 10
-    """Numbers that are hidden in a document."""
-    near: PositiveInt | None = None
-    """Distance in tokens up to which a number counts as near; by default the training length."""
-    seed: NonNegativeInt = 0
-    """Random seed of the numbers and their places."""
+from coca_lab.settings.evaluations import TASK_OPTIONS, NeedleSettings
 
 
 def measure_needles(
@@ -194,7 +177,7 @@ def _chosen(document: Cell, near: int | None, beyond: bool) -> list[Any]:
 
 NEEDLES_TASK = Task(
     "needles",
-    "Needles by log probability: how probable are the numbers hidden in a text?",
+    TASK_OPTIONS["needles"].summary,
     NeedleSettings,
     measure=measure_needles,
 )

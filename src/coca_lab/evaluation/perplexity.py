@@ -4,29 +4,28 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Annotated, Literal
 
 import torch
-from pydantic import Field, PositiveInt
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coca_attention.errors import UserError
-from coca_lab.data import SourceSettings, encode_documents
+from coca_lab.data import documents_of, encode_documents
 from coca_lab.engine import Item
 from coca_lab.evaluation.task import Cell, Measurement, MethodSettings, Model, Task
 from coca_lab.evaluation.windows import (
     TokenDocument,
     Window,
-    check_stride,
     score_windows,
     shared_first_target,
     windows_of,
 )
 from coca_lab.intervals import DocumentScore, perplexity, perplexity_interval
 from coca_lab.loading import check_vocabulary
+from coca_lab.settings.evaluations import TASK_OPTIONS, PerplexitySettings, WindowSettings
+from coca_lab.settings.sources import TextSettings, check_text
 
 ITEM_TOKENS = 65_536
 """Tokens that an item reads at most, if one window has fewer: what a killed process can lose."""
@@ -36,100 +35,12 @@ Tally = dict[str, list[tuple[int, float | None, int]]]
 """Index, nats (None: infinite) and tokens of documents, ranges of positions, and repeats."""
 
 
-@dataclass
-class TextSettings(SourceSettings):
-    """Which text to score."""
-
-    held_out: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Read only this held-out share of the documents: the one that a recipe with the same value
-    leaves out of training."""
-    max_documents: PositiveInt | None = None
-    """Maximum number of documents."""
-    max_tokens: PositiveInt | None = None
-    """Truncate every document to this many tokens."""
-    skip_short: bool = False
-    """Skip documents shorter than the largest window instead of reporting an error."""
-
-
-@dataclass
-class WindowSettings:
-    """Which windows the text is read through."""
-
-    windows: Annotated[list[PositiveInt], Field(min_length=1)] = field(
-        default_factory=lambda: [512]
-    )
-    """Window sizes: tokens read in one pass."""
-    stride: PositiveInt | None = None
-    """Tokens scored in one pass; by default the smallest window."""
-    targets: Literal["shared", "all", "one-pass"] = "shared"
-    """shared: the same last tokens at every window; all: every token except the first, once;
-    one-pass: the first tokens of every document, read once, by the number of tokens before them in
-    ranges that end at the windows."""
-    attend_last: PositiveInt | None = None
-    """Also score the tokens with only this many tokens of context."""
-    batch_tokens: PositiveInt = 8192
-    """Tokens per batch; a batch has at least one window."""
-    positions: PositiveInt | None = None
-    """Also report perplexity by the number of tokens read before, in this many ranges."""
-    repeats: PositiveInt | None = None
-    """Also score separately the targets that end an n-gram of this length that stands earlier in
-    the document, but only farther back than attend_last, or else than the smallest window."""
-
-    def __post_init__(self) -> None:
-        for window in self.windows:
-            check_stride(window, self.step)
-        if (self.attend_last or 1) > max(self.windows):
-            raise UserError(
-                f"attend_last must be at most the largest window, got {self.attend_last}"
-            )
-        if (self.positions or 1) > min(self.windows):
-            raise UserError(f"positions must be at most the smallest window, got {self.positions}")
-        if self.targets == "one-pass" and not self.stride == self.positions is None:
-            raise UserError(
-                "one pass over a document has neither stride nor positions: its ranges end at the "
-                "windows; leave both out"
-            )
-
-    @property
-    def step(self) -> int:
-        """The stride, or its default."""
-        return min(self.windows) if self.stride is None else self.stride
-
-    @property
-    def near(self) -> int:
-        """Tokens of the short context that longer windows are compared with."""
-        return self.attend_last or min(self.windows)
-
-    @property
-    def tokens_needed(self) -> int:
-        """Minimum number of tokens in a document: the largest window and one target."""
-        return max(self.windows) + 1
-
-
-@dataclass
-class PerplexitySettings(TextSettings, WindowSettings):
-    """Which text to score, and the windows it is read through."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_text(self, self.tokens_needed)
-
-
-def check_text(settings: TextSettings, at_least: int) -> None:
-    """Raise UserError unless the documents may have ``at_least`` tokens."""
-    if settings.max_tokens is not None and settings.max_tokens < at_least:
-        raise UserError(
-            f"max_tokens cuts documents to {settings.max_tokens} tokens and the largest window "
-            f"needs {at_least}: increase max_tokens, or use smaller windows"
-        )
-
-
 def load_text(
     settings: TextSettings, tokenizer: PreTrainedTokenizerBase, *, at_least: int
 ) -> list[TokenDocument]:
     """Tokenised documents of a source, each of at least so many tokens, or a UserError."""
     check_text(settings, at_least)
-    documents = settings.documents(settings.held_out, from_held_out=settings.held_out > 0)
+    documents = documents_of(settings, settings.held_out, from_held_out=settings.held_out > 0)
     chosen: list[TokenDocument] = []
     short, longest = 0, 0
     for document, ids in encode_documents(documents, tokenizer, batch=8):
@@ -359,7 +270,7 @@ def _number(value: float) -> float | None:
 
 PERPLEXITY_TASK = Task(
     "perplexity",
-    "Perplexity of a causal language model under sliding windows.",
+    TASK_OPTIONS["perplexity"].summary,
     PerplexitySettings,
     measure=measure_perplexity,
 )

@@ -6,24 +6,20 @@ docs/evaluation.md describes the tasks.
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, product
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveInt
 from torch.utils.data import BatchSampler
 
-from coca_attention.errors import UserError
-from coca_lab.data import SourceSettings
-from coca_lab.data.chat import THINK, Thinking, chat_frame
+from coca_lab.data import SourceSettings, documents_of
+from coca_lab.data.chat import THINK, chat_frame
 from coca_lab.data.ruler import (
     ANSWER_TOKENS,
     NEEDLE_TASKS,
     NOISE,
-    RULER_TASKS,
     RulerTask,
     ask_for_ruler,
     string_match,
@@ -33,27 +29,14 @@ from coca_lab.engine import Item
 from coca_lab.evaluation.task import Cell, Measurement, MethodSettings, Model, Task
 from coca_lab.generation import greedy_answers
 from coca_lab.intervals import wilson_interval
+from coca_lab.settings.evaluations import (
+    TASK_OPTIONS,
+    PasskeySettings,
+    PromptSettings,
+    RulerSettings,
+)
 
 log = logging.getLogger(__name__)
-
-# Making a prompt takes some 70 bytes a token.
-Lengths = Annotated[list[Annotated[int, Field(ge=1, le=10**7)]], Field(min_length=1)]
-
-
-@dataclass
-class PromptSettings:
-    """Which prompts a model answers, and how."""
-
-    lengths: Lengths = field(default_factory=lambda: [512, 1024])
-    """Prompt lengths in tokens."""
-    samples: PositiveInt = 100
-    """Prompts per length."""
-    seed: NonNegativeInt = 0
-    """Random seed of the prompts."""
-    batch_tokens: PositiveInt = 16384
-    """Prompt tokens per batch; a batch has at least one prompt."""
-    use_cache: bool = True
-    """Whether to decode with a key/value cache; the result is the same."""
 
 
 def measure_prompts(
@@ -104,16 +87,6 @@ def measure_prompts(
     return Measurement(items, cells)
 
 
-@dataclass
-class PasskeySettings(PromptSettings):
-    """Which passkey prompts to use (CoCA paper, App. B.1)."""
-
-    max_new_tokens: PositiveInt = 64
-    """Maximum number of tokens in an answer."""
-    depths: PositiveInt | None = None
-    """Number of evenly spaced depths that the keys cycle through; by default depths are random."""
-
-
 def measure_passkeys(
     model: Model, settings: PasskeySettings, method: MethodSettings
 ) -> list[Measurement]:
@@ -141,37 +114,11 @@ def _share_found(records: list[Cell]) -> Cell:
 
 PASSKEY_TASK = Task(
     "passkey",
-    "Passkey retrieval: does a model find five digits hidden in a long prompt?",
+    TASK_OPTIONS["passkey"].summary,
     PasskeySettings,
     measure=measure_passkeys,
     prompts=True,
 )
-
-
-@dataclass
-class RulerSettings(SourceSettings, PromptSettings):
-    """Which prompts of RULER's tasks to use.
-
-    The source is the text that needles are hidden in where RULER has essays.
-    """
-
-    lengths: Lengths = field(default_factory=lambda: [4096, 8192])
-    """Tokens of prompt and answer together."""
-    kinds: Annotated[list[RulerTask], Field(min_length=1)] = field(
-        default_factory=lambda: [*RULER_TASKS]
-    )
-    """RULER's names of tasks; docs/evaluation.md describes them."""
-    samples: PositiveInt = 50
-    """Prompts per task and length."""
-    chat: bool = False
-    """Whether prompts are in the tokenizer's chat template; by default they are plain text."""
-    thinking: Thinking = "default"
-    """Whether a model with a chat thinks first, where its chat template has enable_thinking; by
-    default as the template says. What it thinks counts as the answer, and towards its length."""
-
-    def __post_init__(self) -> None:
-        if self.thinking != "default" and not self.chat:
-            raise UserError("thinking is said in the chat template: set --chat")
 
 
 def measure_ruler(
@@ -222,7 +169,7 @@ def read_words(model: Model, source: SourceSettings, count: int) -> list[str]:
     """The first words of a source, all of them if it has fewer."""
     name = f"{count} words of {source.source} {source.text_field} {source.bad_lines}"
     if name not in model.texts:
-        words = (word for document in source.documents() for word in document.text.split())
+        words = (word for document in documents_of(source) for word in document.text.split())
         model.texts[name] = [*islice(words, count)]
     return model.texts[name]
 
@@ -234,7 +181,7 @@ def _mean_score(records: list[Cell]) -> Cell:
 
 RULER_TASK = Task(
     "ruler",
-    "RULER's tasks: needles, chains of variables, frequent words.",
+    TASK_OPTIONS["ruler"].summary,
     RulerSettings,
     measure=measure_ruler,
     prompts=True,

@@ -1,31 +1,28 @@
 """What an evaluation task is: a name, settings, and items of work that become JSON cells."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 from uuid import uuid4
 
-from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from coca_attention.method_names import MethodName
-from coca_attention.models import METHODS, applied, training_length
+from coca_attention.models import training_length
 from coca_attention.models.configuration import attention_of
-from coca_lab.arguments import checked
 from coca_lab.data import SourceSettings, load_tokenizer
 from coca_lab.data.documents import text_fingerprint
 from coca_lab.engine import Engine, Item
 from coca_lab.evaluation.endpoint import Endpoint
 from coca_lab.fingerprints import code_fingerprint, model_fingerprint
 from coca_lab.loading import guard_vocabulary, load_model, model_without_weights
+from coca_lab.options import checked
+from coca_lab.settings.studies import MethodSettings
 from coca_lab.store import Store
 
 Cell = dict[str, Any]
 """A result, or a part of one: plain JSON values."""
-Factor = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 
 
 @dataclass
@@ -137,52 +134,6 @@ def served_model(path: str, endpoint: Endpoint) -> Model:
         module = model_without_weights(path, "float32")
     identity = f"{model_fingerprint(path)} {endpoint.url} {endpoint.model}"
     return Model(module, tokenizer, endpoint.model, identity, endpoint=endpoint)
-
-
-@dataclass
-class MethodSettings:
-    """By what method a model reads farther while it is evaluated."""
-
-    method: MethodName = "none"
-    """none is the model as it was saved; the others are those of coca extend. ntk_text computes the
-    base from each window or prompt, as dynamic does, but keeps it for the answer."""
-    factor: Factor | None = None
-    """T / L, how many times the length that it was made for it is to read; by default as coca
-    extend."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Options of the method by name, such as {near: 4096} of limited."""
-
-    @property
-    def name(self) -> str:
-        """The method, with its options."""
-        given = ", ".join(f"{name}={value}" for name, value in sorted(self.options.items()))
-        return f"{self.method} ({given})" if given else self.method
-
-    @property
-    def facts(self) -> Cell:
-        """What a cell says about it; there is no factor without a method."""
-        factor = self.factor or METHODS[self.method].reach
-        return {"scaling": self.name, "factor": None if self.method == "none" else float(factor)}
-
-    @property
-    def words(self) -> list[str]:
-        """What a line of progress says about it: nothing without a method."""
-        return [] if self.method == "none" else [self.name]
-
-    @contextmanager
-    def applied(self, module: PreTrainedModel, length: int) -> Iterator[dict[str, Any] | None]:
-        """Change a model for texts of a length in tokens; yields its rotary parameters."""
-        to = None
-        trained = training_length(module.config.get_text_config())
-        if self.factor is not None and trained is not None:
-            to = round(self.factor * trained)
-        with applied(module, self.method, to=to, text=length, **self.options):
-            yield getattr(module.config.get_text_config(), "rope_parameters", None)
-
-    def parameters(self, module: PreTrainedModel, length: int) -> dict[str, Any] | None:
-        """The rotary parameters for texts of a length; UserError if it cannot be applied."""
-        with self.applied(module, length) as parameters:
-            return parameters
 
 
 class Measurement(NamedTuple):

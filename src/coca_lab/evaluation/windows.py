@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from coca_attention.errors import UserError
 from coca_lab.generation import naming_the_limit
+from coca_lab.settings.evaluations import check_stride
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,6 @@ def sliding_windows(
 def shared_first_target(windows: list[int], stride: int) -> int:
     """First token that has at least window - stride + 1 tokens before it at every window size."""
     return max(windows) - stride + 1
-
-
-def check_stride(window: int, stride: int) -> None:
-    """Raise UserError unless 1 <= stride <= window."""
-    if not 1 <= stride <= window:
-        raise UserError(
-            f"the stride must be at least 1 token and at most the window, or the tokens in between "
-            f"would never be scored; got a stride of {stride} and a window of {window}"
-        )
 
 
 @dataclass(frozen=True)

@@ -3,28 +3,19 @@
 import math
 import os
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import BeforeValidator
+from typing import Any
 
 from coca_attention.errors import UserError, error_prefix
 from coca_attention.models.conversion import Conversion
-from coca_lab.arguments import (
-    SettingsParser,
-    checked,
-    option_words,
-    put,
-    read_settings,
-    settings_parser,
-)
-from coca_lab.data.documents import PathText, SourceSettings
 from coca_lab.evaluation import TASKS
-from coca_lab.evaluation.plan import Plan
 from coca_lab.evaluation.task import Cell
+from coca_lab.options import checked, option_words, read_settings
+from coca_lab.settings.sources import SourceSettings
+from coca_lab.settings.studies import Options, StudySettings
 from coca_lab.store import Store
 from coca_lab.studies.trial import Trial
 from coca_lab.training import Recipe, load_recipe
@@ -33,66 +24,12 @@ RESULTS_FILE, STORE_FILE = "results.json", "values.sqlite"
 REPORT_FILE, TOKENIZERS, LOGS = "report.html", "tokenizers", "logs"
 RESERVED = {RESULTS_FILE, STORE_FILE, REPORT_FILE, TOKENIZERS, LOGS}
 """Of the folder of a study, which no model can have."""
-Options = dict[str, Any]
-"""Fields of a recipe by dotted names, such as {model.attention: rope}."""
-ModelOptions = Annotated[
-    Options, BeforeValidator(lambda x: {"path": x} if isinstance(x, str) else x)
-]
 CONVERT = "convert."
 RATE = "training.learning_rate"
 
 
-@dataclass
-class Study(Plan):
-    """What to train and evaluate; a study file also has one section per task, named after it."""
-
-    title: str = ""
-    """Heading of the report."""
-    recipe: PathText = ""
-    """The recipe that models change: a file, or the name of one of the project's; by default the
-    settings of the paper."""
-    models: dict[str, ModelOptions] = field(default_factory=dict)
-    """Models by name, each with the fields of the recipe that it sets, such as {RoFormer:
-    {model.attention: rope}}; recipe names another recipe, seeds are others than those of the study.
-    With path, a folder or name, a model is evaluated as it is, or converted: {path: MODEL,
-    convert.form: rope}; a name: FOLDER is short for {path: FOLDER}. path and model.start may name
-    another model of the study."""
-    options: Options = field(default_factory=dict)
-    """Fields of the recipe that all trained models set."""
-    sizes: dict[str, Options] = field(default_factory=dict)
-    """Sizes by name, each with fields of the recipe, such as {0.2M: {model.hidden_size: 64}}, and
-    seeds if they differ. Every model is trained in every size; the report draws trends."""
-    seeds: list[int] = field(default_factory=lambda: [0])
-    """Seeds of the training."""
-    learning_rates: list[float] = field(default_factory=list)
-    """Learning rates of which every trained model gets the best, unless it sets its own: each is
-    tried with tuning_seed, and the seeds are trained with the one that choose finds."""
-    tuning_seed: int = 100
-    """Seed of the trials of learning rates, whose cells are no results."""
-    choose: Options = field(default_factory=dict)
-    """Which cells decide: those with these fields, such as {task: perplexity, window: 256}, by
-    their perplexity, or else by the share of right answers (RULER: the mean score)."""
-    text: PathText = ""
-    """Text to train and evaluate on, in place of the recipe's and of stdlib; a data.source of
-    models or options, and a source of a task, come first."""
-    num_cpus: int = 1
-    """Threads of a trial, and with --ray cores of a process."""
-    num_gpus: float | None = None
-    """With --ray: GPUs of a process; by default one if there are GPUs. A model that needs several
-    has device auto."""
-
-    def check(self) -> None:
-        """Raise UserError where settings contradict each other; `trials` checks the recipes."""
-        if not self.models:
-            raise UserError("a study needs models, such as {RoFormer: {model.attention: rope}}")
-        if self.learning_rates and self.choose.get("task") not in self.tasks:
-            raise UserError(
-                "learning_rates need choose, such as {task: perplexity, window: 256}, with a task "
-                f"of the study; got {self.choose}"
-            )
-        if self.num_cpus < 1:
-            raise UserError(f"num_cpus must be at least 1, got {self.num_cpus}")
-        self.check_plan(self.models)
+class Study(StudySettings):
+    """What to train and evaluate, and its trials."""
 
     @property
     def tasks_on_text(self) -> dict[str, Any]:
@@ -217,7 +154,7 @@ def _ready_model(options: Options) -> dict[str, Any]:
             f"{', '.join(sorted(unknown))}"
         )
     fields = {n.removeprefix(CONVERT): v for n, v in options.items() if n.startswith(CONVERT)}
-    conversion = checked(Conversion, put(fields, {}), CONVERT) if fields else None
+    conversion = checked(Conversion, fields, CONVERT) if fields else None
     return {"start": os.path.expanduser(options["path"]), "conversion": conversion}
 
 
@@ -246,17 +183,12 @@ def _linked(trials: Sequence[Trial]) -> list[Trial]:
     return [link(trial) for trial in trials]
 
 
-def _task_sections() -> dict[str, tuple[type, str]]:
-    """The sections of tasks in study files: their settings, and a line of help."""
+def _task_sections() -> dict[str, type]:
+    """The sections of tasks in study files: their settings."""
     taken = TASKS.keys() & Study.__dataclass_fields__.keys()
     if taken:
         raise UserError(f"a task cannot be named {', '.join(taken)}, as a field of studies")
-    return {task.name: (task.settings, task.summary) for task in TASKS.values()}
-
-
-def study_parser(shown: Collection[str] = ()) -> SettingsParser:
-    """The parser of the options that override a study file."""
-    return settings_parser(Study, "coca study", _task_sections(), shown)
+    return {task.name: task.settings for task in TASKS.values()}
 
 
 def load_study(name: str | Path, words: Sequence[str] = ()) -> Study:

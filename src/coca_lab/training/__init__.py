@@ -1,6 +1,6 @@
 """Training from recipes with Transformers' Trainer."""
 
-from coca_lab.recipe import Recipe, as_yaml, load_recipe, recipe_parser
+from coca_lab.recipe import Recipe, as_yaml, load_recipe
 from coca_lab.training.folder import is_finished, last_checkpoint, read_summary
 from coca_lab.training.model import model_config
 from coca_lab.training.run import train
@@ -17,6 +17,5 @@ __all__ = [
     "load_recipe",
     "model_config",
     "read_summary",
-    "recipe_parser",
     "train",
 ]

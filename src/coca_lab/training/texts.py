@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 from transformers import PreTrainedTokenizerBase
 
 from coca_attention.errors import UserError, error_prefix
-from coca_lab.data.documents import DataError, Document, text_fingerprint
+from coca_lab.data.documents import DataError, Document, documents_of, text_fingerprint
 from coca_lab.data.tasks import (
     encoder,
     passkey_block,
@@ -90,7 +90,7 @@ def training_documents(recipe: Recipe) -> Iterator[Document]:
         yield Document("passkey", vocabulary_text())
     for text in filter(lambda text: text.trains, recipe.texts):
         with error_prefix(text.where):
-            documents = text.source.documents(text.held_out)
+            documents = documents_of(text.source, text.held_out)
             yield from up_to(text.weight * TOKENIZER_CHARACTERS, documents)
 
 

@@ -29,7 +29,7 @@ def test_generate_continues_the_prompt_with_the_likeliest_tokens_or_draws(capsys
     assert run(capsys, *words, *hot, "--top-p", "0.0001")[1] == likeliest
     for bad, message in (
         (["--top-k", "1"], "set --temperature"),
-        ([*hot, "--top-p", "0"], "top_p"),
+        ([*hot, "--top-p", "0"], "--top-p"),
         ([*hot, "--top-k", "0"], "top_k"),
     ):
         code, _, err = run(capsys, *words, *bad)

@@ -360,7 +360,7 @@ def test_the_default_method_takes_a_limit_of_distances(source, tmp_path, capsys)
     [
         (["--near", 8, "--method", "yarn"], "method yarn has no --near"),
         (["--to", 100], "must be a whole number from 161"),
-        (["--method", "rope"], "method: Input should be 'auto', 'none'"),
+        (["--method", "rope"], "--method: expected one of 'auto', 'none'"),
         (["--check", "nosuch.txt"], "nosuch.txt"),
         (["--check-lengths", "[100]", "--check", "stdlib"], "need one above L = 160"),
     ],

@@ -15,7 +15,6 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from coca_attention.errors import UserError
 from coca_attention.models import set_rotary_scaling
-from coca_lab.arguments import checked
 from coca_lab.engine import Engine
 from coca_lab.evaluation import MethodSettings, Model
 from coca_lab.evaluation.perplexity import (
@@ -32,6 +31,7 @@ from coca_lab.evaluation.windows import (
     shared_first_target,
     sliding_windows,
 )
+from coca_lab.options import checked
 from commands import run
 from conftest import VOCABULARY, some_text, tiny_model
 

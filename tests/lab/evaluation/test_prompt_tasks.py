@@ -16,7 +16,6 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from coca_lab.arguments import checked
 from coca_lab.data import Document, train_tokenizer
 from coca_lab.data.tasks import (
     FILLER,
@@ -33,6 +32,7 @@ from coca_lab.data.text import END_OF_TEXT
 from coca_lab.evaluation import MethodSettings, Model, evaluate
 from coca_lab.evaluation.retrieval import PASSKEY_TASK, RULER_TASK, PasskeySettings
 from coca_lab.generation import greedy_answers
+from coca_lab.options import checked
 from coca_lab.recipe import Recipe
 from coca_lab.studies import load_study, run_study
 from coca_lab.training.retrieval import load_retrieval

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from coca_lab.cli import EVALUATIONS
 from coca_lab.engine import Engine
 from coca_lab.evaluation import TASKS, MethodSettings, Model, Task, register_task
 from coca_lab.evaluation.task import at_once, finish
 from coca_lab.fingerprints import model_fingerprint
+from coca_lab.settings.evaluations import TASK_OPTIONS, TaskOptions
 from coca_lab.studies import load_study
 from conftest import tiny_model
 
@@ -44,7 +44,11 @@ def measure_weight(model, settings, scaling):
 
 
 def test_the_help_that_comes_at_once_has_every_task():
-    assert {name: task.summary for name, task in TASKS.items()} == EVALUATIONS
+    assert TASK_OPTIONS.keys() == TASKS.keys()
+    for name, options in TASK_OPTIONS.items():
+        task = TASKS[name]
+        described = TaskOptions(task.summary, task.settings, task.scaled, task.prompts)
+        assert options == described
 
 
 def test_names_that_are_taken_are_refused(monkeypatch):

@@ -16,6 +16,7 @@ from coca_lab.data import train_tokenizer
 from coca_lab.data.text import Document
 from coca_lab.evaluation import TASKS, Task, register_task
 from coca_lab.evaluation.task import at_once
+from coca_lab.settings.evaluations import TASK_OPTIONS
 from coca_lab.studies import load_study, run_study
 from coca_lab.training import train
 from conftest import some_text, tiny_model
@@ -272,7 +273,7 @@ def test_a_study_notices_another_task_of_the_same_name(model, tmp_path):
         try:
             answers.append(cells(ready(tmp_path, model, toy={}), tmp_path)[0]["n"])
         finally:
-            del TASKS["toy"]
+            del TASKS["toy"], TASK_OPTIONS["toy"]
     assert answers == [1, 2]
 
 
