@@ -204,8 +204,8 @@ def _check_can_be_read(place: Place, config: PreTrainedConfig) -> None:
         return
     if quantised_by(place, config) is not None:
         raise UserError(
-            f"{place.path}: its weights are quantised as {MODELOPT} says, which Transformers does not "
-            "read: load the model in full precision, or run it in vLLM or SGLang"
+            f"{place.path}: its weights are quantised as {MODELOPT} says, which Transformers does "
+            "not read: load the model in full precision, or run it in vLLM or SGLang"
         )
     check_are_numbers(place.path, tensor_headers(weight_files(place, download=False)))
 

@@ -61,3 +61,9 @@ def print_table(header: list[str], rows: list[list[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     Console().print(table)
+
+
+def markdown_table(header: list[str], rows: list[list[str]]) -> str:
+    """The same in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

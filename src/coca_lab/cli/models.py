@@ -1,6 +1,7 @@
 """Commands that turn models into others: extend, convert and export."""
 
 import logging
+from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -13,25 +14,24 @@ from coca_attention.models.configuration import (
 )
 from coca_attention.models.conversion import Conversion
 from coca_attention.models.methods import METHODS, extend_context, extended_lengths
-from coca_lab.cli.console import ProgressBar, print_table
+from coca_lab.cli.console import ProgressBar, markdown_table, print_table
 from coca_lab.engine import Engine
-from coca_lab.evaluation.extension import (
-    Candidate,
-    ExtensionCheck,
-    check_extensions,
-)
+from coca_lab.evaluation.check import check_methods, engines_of
+from coca_lab.evaluation.choice import RULE
 from coca_lab.evaluation.task import free_weights, open_model
 from coca_lab.export import export_native
 from coca_lab.files import cache_folder
 from coca_lab.fingerprints import fingerprint
 from coca_lab.folders import convert_folder, extend_folder, new_folder
 from coca_lab.loading import model_without_weights
+from coca_lab.report.tasks import printed_tables
 from coca_lab.settings.commands import (
     CheckSettings,
     ExportSettings,
     ExtendSettings,
     FolderSettings,
 )
+from coca_lab.settings.studies import MethodSettings
 from coca_lab.store import Store
 from coca_lab.weights import quantised_by
 
@@ -76,12 +76,10 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
     length, to = extended_lengths(config, wanted.to, wanted.length, METHODS.get(wanted.method))
     _print_training_length(config, wanted.length)
     method = "limited" if wanted.method == "auto" else wanted.method
-    given = tuple(sorted(wanted.options.items()))
-    quantised = quantised_by(path, config) or ""
-    chosen, report = Candidate(method, wanted.near, length, to, given, quantised), ""
+    chosen = MethodSettings(method, to / length, _options(wanted, method), wanted.length)
+    report = ""
     if check.check:
-        measured = _compare(path, wanted, check, length, to)
-        chosen, report = measured.chosen.candidate, measured.markdown()
+        chosen, report = _compare(path, wanted, check, length, to)
     model = extend_folder(
         path,
         target,
@@ -90,54 +88,68 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
         length=length,
         dtype=wanted.dtype,
         report=report,
-        **chosen.settings,
+        **chosen.options,
     )
+    engines = engines_of(chosen.method, quantised_by(path, config))
     print(
-        f"{target}: {model.config.model_type}, {chosen.label}, for texts of {to:,} tokens; runs in "
-        f"{', '.join(chosen.engines)}"
+        f"{target}: {model.config.model_type}, {chosen.name}, for texts of {to:,} tokens; runs in "
+        f"{', '.join(engines)}"
     )
+
+
+def _options(wanted: ExtendSettings, method: MethodName) -> dict[str, Any]:
+    """The options of a method; ``near`` is for every one that has it."""
+    if wanted.near is not None and "near" in METHODS[method].options:
+        return {**wanted.options, "near": wanted.near}
+    return wanted.options
 
 
 def _compare(
     path: str, wanted: ExtendSettings, check: CheckSettings, length: int, to: int
-) -> ExtensionCheck:
-    """Measure the methods that are possible, and print the tables."""
-    methods = list[MethodName]()
+) -> tuple[MethodSettings, str]:
+    """Measure the methods that are possible: the one to take, and why as Markdown."""
+    methods = list[MethodSettings]()
+    refused = list[str]()
     tried = [each.name for each in METHODS.values() if each.compared]
     if wanted.method != "auto":
         tried = [wanted.method]
     for method in tried:
+        options = _options(wanted, method)
         try:
-            extend_context(
-                model_without_weights(path), method, to=to, length=length, **wanted.options
-            )
-            methods.append(method)
+            extend_context(model_without_weights(path), method, to=to, length=length, **options)
         except UserError as error:
-            if wanted.method != "auto":
-                raise
+            refused.append(f"{method}: {error}")
             # Few models have layers without positions, and nobody misses what is for them.
             level = logging.INFO if METHODS[method].changes == "weights" else logging.WARNING
             log.log(level, "%s is left out: %s", method, error)
+        else:
+            methods.append(MethodSettings(method, to / length, options, wanted.length))
+    if not methods:
+        raise UserError(f"no method can extend {path}: {'; '.join(refused)}")
     model = open_model(path, dtype=wanted.dtype)
     values = cache_folder() / "extend" / f"{fingerprint(model.identity)[:24]}.sqlite"
-    with Store(values) as store, ProgressBar() as progress:
-        found = check_extensions(
-            model,
-            check,
-            Engine(store, progress),
-            methods=methods,
-            length=length,
-            to=to,
-            near=wanted.near,
-            options=wanted.options,
-        )
-    free_weights()
-    for table in found.tables():
+    try:
+        with Store(values) as store, ProgressBar() as progress:
+            found = check_methods(
+                model, methods, check, Engine(store, progress), length=length, to=to
+            )
+    finally:
+        free_weights()
+    tables = [*printed_tables(found.cells), found.table()]
+    for table in tables:
         print_table(*table)
-    print(found.reason)
-    for warning in found.warnings:
+    choice = found.choice
+    print(RULE)
+    print(choice.reason)
+    for warning in choice.warnings:
         log.warning("%s", warning)
-    return found
+    if found.taken is None:
+        raise UserError(
+            "no method is taken, so nothing is written: name one by --method, or let more "
+            "documents decide (--check-documents)"
+        )
+    said = " ".join([RULE, choice.reason, *choice.warnings])
+    return found.taken, "\n\n".join([said, *(markdown_table(*table) for table in tables)])
 
 
 def export_command(path: str, target: str, wanted: ExportSettings) -> None:

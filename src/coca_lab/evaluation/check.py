@@ -4,50 +4,24 @@ The tasks, the engine and the store are those of any study; `coca_lab.evaluation
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-
-from pydantic import PositiveInt
+from dataclasses import dataclass, replace
 
 from coca_attention.errors import UserError
 from coca_attention.models import METHODS
-from coca_lab.data.documents import BadLines, PathText
 from coca_lab.engine import Engine
-from coca_lab.evaluation.choice import RULE, Choice, Margins, Read
-from coca_lab.evaluation.needles import NEEDLES_TASK, NeedleSettings, scores_of
-from coca_lab.evaluation.perplexity import (
-    PERPLEXITY_TASK,
-    PerplexitySettings,
-    TextSettings,
-)
-from coca_lab.evaluation.task import Cell, MethodSettings, Model, finish
+from coca_lab.evaluation.choice import Choice, Read
+from coca_lab.evaluation.needles import NEEDLES_TASK, scores_of
+from coca_lab.evaluation.perplexity import PERPLEXITY_TASK
+from coca_lab.evaluation.task import Cell, Model, finish
 from coca_lab.intervals import DocumentScore, mean_nats
+from coca_lab.settings.commands import CheckSettings
+from coca_lab.settings.evaluations import NeedleSettings, PerplexitySettings
+from coca_lab.settings.sources import TextSettings
+from coca_lab.settings.studies import MethodSettings
+from coca_lab.weights import quantised_by
 
 SCORED_TOKENS = 1024
 """Tokens at the end of every document whose perplexity is measured, at most."""
-
-
-@dataclass
-class CheckSettings:
-    """What the methods are measured on."""
-
-    check: PathText = ""
-    """Text on which every method is measured: stdlib; a file, folder or glob of .txt, .jsonl or
-    .parquet; or hf:NAME. Perplexity and the log probability of numbers hidden in the text say which
-    methods show no loss within L, and which of these is best beyond it."""
-    check_lengths: list[PositiveInt] = field(default_factory=list)
-    """Lengths of text to measure at beside L; by default 2 L, 4 L, … up to --to."""
-    check_documents: PositiveInt = 10
-    """Documents to read, of more tokens than the largest length."""
-    check_numbers: PositiveInt = 10
-    """Numbers that are hidden in a document for every length, and asked for there."""
-    margin_perplexity: float = Margins.perplexity
-    """Share of the perplexity within L whose loss does not matter."""
-    margin_needles: float = Margins.needles
-    """Nats a digit within L whose loss does not matter."""
-    text_field: str = "text"
-    """Field with the text in JSON records, Parquet files and datasets."""
-    bad_lines: BadLines = "error"
-    """How to handle an invalid JSON line: error, or skip with a warning."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +57,6 @@ class Check:
                 [each.method + chosen, word, f"{mean_nats(each.far):.2f}", ", ".join(each.engines)]
             )
         return ["method", "within L", "nats a digit beyond L", "runs in"], rows
-
-    @property
-    def said(self) -> str:
-        """The rule and what follows from it, in words."""
-        return " ".join([RULE, self.choice.reason, *self.choice.warnings])
 
 
 def check_methods(
@@ -146,11 +115,11 @@ def check_methods(
         for measurement in task.measurements(model, task_settings, method)
     ]
     cells = finish(measurements, engine)
-    margins = Margins(settings.margin_perplexity, settings.margin_needles)
-    first, *others = (_read(cells, method, length) for method in (base, *methods))
+    quantised = quantised_by(model.path, model.module.config) if model.path else None
+    first, *others = (_read(cells, method, length, quantised) for method in (base, *methods))
     return Check(
         cells=cells,
-        choice=Choice(replace(first, method="as it is"), others, margins),
+        choice=Choice(replace(first, method="as it is"), others, settings.margins),
         methods={method.name: method for method in methods},
         length=length,
     )
@@ -165,7 +134,17 @@ def check_lengths(settings: CheckSettings, length: int, to: int) -> list[int]:
     return lengths
 
 
-def _read(cells: Sequence[Cell], method: MethodSettings, length: int) -> Read:
+def engines_of(method: str, quantised: str | None) -> tuple[str, ...]:
+    """What runs a model that is extended by a method, whose weights may be quantised."""
+    without: tuple[str, ...] = ()
+    if quantised is not None:  # llama.cpp reads its own format alone
+        without = ("llama.cpp", "Transformers") if quantised == "modelopt" else ("llama.cpp",)
+    return tuple(name for name in METHODS[method].engines if name not in without)
+
+
+def _read(
+    cells: Sequence[Cell], method: MethodSettings, length: int, quantised: str | None
+) -> Read:
     """What one method has read."""
     perplexity: dict[int, list[DocumentScore]] = {}
     near: dict[int, list[DocumentScore]] = {}
@@ -180,4 +159,12 @@ def _read(cells: Sequence[Cell], method: MethodSettings, length: int) -> Read:
             near[cell["length"]] = scores_of(cell["documents"])
         else:
             beyond[cell["length"]] = scores_of(cell["documents"], length, beyond=True)
-    return Read(method.name, METHODS[method.method].engines, perplexity, near, beyond)
+    row = METHODS[method.method]
+    return Read(
+        method=method.name,
+        engines=engines_of(method.method, quantised),
+        perplexity=perplexity,
+        near=near,
+        beyond=beyond,
+        exact=row.within == "exact" and method.options.get("near", length) >= length,
+    )

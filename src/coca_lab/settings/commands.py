@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from coca_attention.errors import UserError
 from coca_attention.method_names import MethodName
@@ -131,7 +131,7 @@ class ExtendSettings:
     options: dict[str, Any] = field(default_factory=dict)
     """Other options of the method by name (docs/conversion.md lists them)."""
     near: PositiveInt | None = None
-    """W, for limited; by default L, or with --check the best of L, L/2 and L/4. S, for shifted."""
+    """W, for limited; by default L. S, for shifted."""
     length: PositiveInt | None = None
     """L, the length that the model was made for; by default what its configuration says."""
     dtype: Dtype = "auto"
@@ -139,20 +139,31 @@ class ExtendSettings:
 
 
 @dataclass
+class Margins:
+    """Which loss within L does not matter."""
+
+    perplexity: NonNegativeFloat = 0.01
+    """Share of the perplexity: 0.01 is one percent."""
+    needles: NonNegativeFloat = 0.05
+    """Nats a digit of the numbers that are hidden in the text."""
+
+
+@dataclass
 class CheckSettings:
     """What the methods are measured on."""
 
     check: PathText = ""
-    """Text on which to measure perplexity, and how many numbers that are hidden in it are found, by
-    every method: stdlib; a file, folder or glob of .txt, .jsonl or .parquet; or hf:NAME. Of the
-    methods that lose nothing within L, and than which no other is clearly better beyond it, the one
-    that runs in most engines is taken."""
+    """Text on which every method is measured: stdlib; a file, folder or glob of .txt, .jsonl or
+    .parquet; or hf:NAME. Perplexity, and the log probability of numbers that are hidden in the
+    text, say which methods show no loss within L, and which of these is best beyond it."""
     check_lengths: list[PositiveInt] = field(default_factory=list)
     """Lengths of text to measure at beside L; by default 2 L, 4 L, … up to --to."""
     check_documents: PositiveInt = 10
-    """Documents to read, of at least the largest length."""
-    check_numbers: PositiveInt = 5
+    """Documents to read, of more tokens than the largest length."""
+    check_numbers: PositiveInt = 10
     """Numbers that are hidden in a document for every length, and asked for there."""
+    margins: Margins = field(default_factory=Margins)
+    """Which loss within L does not matter."""
     text_field: str = "text"
     """Field with the text in JSON records, Parquet files and datasets."""
     bad_lines: BadLines = "error"

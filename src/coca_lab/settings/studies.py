@@ -34,11 +34,14 @@ class MethodSettings:
     extend."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the method by name, such as {near: 4096} of limited."""
+    length: PositiveInt | None = None
+    """L, the length that the model was made for; by default what its configuration says."""
 
     @property
     def name(self) -> str:
         """The method, with its options."""
-        given = ", ".join(f"{name}={value}" for name, value in sorted(self.options.items()))
+        options = {**self.options, "length": self.length} if self.length else self.options
+        given = ", ".join(f"{name}={value}" for name, value in sorted(options.items()))
         return f"{self.method} ({given})" if given else self.method
 
     @property
@@ -60,10 +63,11 @@ class MethodSettings:
         from coca_attention.models import applied, training_length
 
         to = None
-        trained = training_length(module.config.get_text_config())
-        if self.factor is not None and trained is not None:
-            to = round(self.factor * trained)
-        with applied(module, self.method, to=to, text=length, **self.options):
+        made_for = self.length or training_length(module.config.get_text_config())
+        if self.factor is not None and made_for is not None:
+            to = round(self.factor * made_for)
+        options = {"to": to, "length": self.length, "text": length, **self.options}
+        with applied(module, self.method, **options):
             yield getattr(module.config.get_text_config(), "rope_parameters", None)
 
     def parameters(self, module: Any, length: int) -> dict[str, Any] | None:
