@@ -44,19 +44,21 @@ from coca_attention.models.families import FAMILIES, Family, supported_families
 from coca_attention.models.fused import FUSED
 from coca_attention.models.projections import AttentionLayout
 from coca_attention.ops import FORMS, DistanceMap
-from coca_attention.ops.checks import check_whole
+from coca_attention.ops.checks import RenamedArguments, check_whole
 from coca_attention.roles import Roles
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Conversion:
+class Conversion(RenamedArguments):
     """What a vanilla model is converted to.
 
     Raises:
         UserError: If a name is unknown, or two settings contradict each other.
     """
+
+    RENAMED = {"max_distance": "near"}
 
     form: str = "slack"
     """Score form: slack (the paper's Eq. 10), strict (Eq. 9) or magnitude (cf. PoPE); with roles,

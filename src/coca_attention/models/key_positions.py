@@ -36,7 +36,7 @@ class KeyPositions:
     """Whether the tokens of this pass are the last keys, and positions grow by one wherever a query
     sees a key; None if that is not known. Read only with a distance map."""
     windowed = True
-    """Whether layers with a window hide what is out of it: not in masks (B, 1, T, S) of a caller."""
+    """Whether layers with a window hide what is out of it: not if a caller's mask is 4-D."""
     begins_consecutive = False
     """The same of the keys of this pass alone, which are the first of a static cache."""
     first_position: Tensor | None = None

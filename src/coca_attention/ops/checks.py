@@ -2,10 +2,23 @@
 
 import math
 from numbers import Integral, Real
-from typing import TypeGuard
+from typing import ClassVar, Self, TypeGuard
 
 import torch
 from torch import Tensor
+
+
+class RenamedArguments:
+    """A base of dataclasses whose arguments had other names, by which they are refused."""
+
+    RENAMED: ClassVar[dict[str, str]] = {}
+    """What is to be given in place of an old name."""
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        for name in cls.RENAMED:
+            if name in kwargs:
+                raise TypeError(f"{cls.__name__} has no {name} any more: give {cls.RENAMED[name]}")
+        return super().__new__(cls)
 
 
 def check_width(width: int, what: str = "head width") -> None:
