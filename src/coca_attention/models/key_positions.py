@@ -139,7 +139,7 @@ class KeptPositions:
     positions: Tensor
     """Of all tokens, (1 or B, tokens), or of all slots of a static cache."""
     keys: Any
-    """The keys of the first layer: another tensor, once the rows of the cache were moved."""
+    """The keys of the first layer: in another storage, once the rows of the cache were moved."""
 
     NAME = "coca_positions"
 
@@ -231,7 +231,7 @@ class CachedPositions(KeyPositions):
         if len(kept) in (1, rows) and bool(((counted == kept) | ~real).all()):
             return counted
         found = getattr(self.cache, KeptPositions.NAME)
-        if found.keys is _keys(self.cache) and len(kept) in (1, rows):
+        if _have_same_rows(found.keys, _keys(self.cache)) and len(kept) in (1, rows):
             return kept
         if bool((kept == kept[:1]).all()):
             return kept[:1]
@@ -296,6 +296,13 @@ def _keys(cache: Any) -> Any:
     """The keys of the first layer of a cache."""
     layers = getattr(cache, "layers", None)
     return getattr(layers[0], "keys", None) if layers else None
+
+
+def _have_same_rows(keys: Any, later: Any) -> bool:
+    """Whether later keys are the same or a view of them, as after cropping."""
+    if not isinstance(keys, Tensor) or not isinstance(later, Tensor):
+        return keys is later
+    return len(keys) == len(later) and keys.data_ptr() == later.data_ptr()
 
 
 def _grow_by_one(positions: Tensor, mask: Tensor | None) -> bool:
