@@ -57,7 +57,7 @@ class Scores:
     decays: bool = False
 
     def __call__(self, q: Tensor, t: Tensor, m: Tensor, n: Tensor) -> Tensor:
-        """(B, H, T, S) of queries (B, H, T, D), coefficients (B, H, S, P + F), at m and n (B, T)."""
+        """(B, H, T, S) of q (B, H, T, D) and coefficients (B, H, S, P + F) at m and n (B, T)."""
         half = self.width // 2
         rotated, others = q[..., : self.width], q[..., self.width :]
         if self.interleaved:
