@@ -86,10 +86,13 @@ class KeyPositions:
             batch, _, length, _ = mask.shape
             places = self.places(layer_type, first, keys)
             queries, slots = (x.expand(batch, -1) for x in places)
+            # So named because PyTorch 2.13 takes captured variables in the order of their names,
+            # and generates C++ that does not compile if a number comes after the mask.
+            least = near
 
             def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
                 slot = key % keys
-                is_near = queries[b, query] - slots[b, slot] < near
+                is_near = queries[b, query] - slots[b, slot] < least
                 return mask.mask_mod(b, h, query, slot) & (is_near == (key < keys))
 
             # Compiled it forms no mask of all queries and keys.
