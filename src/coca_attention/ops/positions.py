@@ -255,8 +255,10 @@ class Rotation(RenamedArguments):
     @property
     def _settles(self) -> int | None:
         """`settles` or its default."""
-        limits = self.distance_map is not None and self.distance_map.is_limit
-        return self.distance_map.near if limits and self.settles is None else self.settles
+        found = self.distance_map
+        if self.settles is None and found is not None and found.is_limit:
+            return found.near
+        return self.settles
 
     @property
     def _settled_rule(self) -> Rule:
