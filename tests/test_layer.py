@@ -80,6 +80,25 @@ def test_positions_and_mask_for_left_padding():
     assert (output - layer(x)).abs().max() < 1e-12
 
 
+def test_a_decay_counts_positions_that_skip_some_also_with_a_cache():
+    torch.manual_seed(0)
+    rotation = Rotation(8, decay=1.5, decay_length=3.0)
+    layer = CoCAAttention(32, 4, rotation=rotation, layer_idx=0).double()
+    x = torch.randn(2, 12, 32, dtype=torch.float64) * 5
+    positions = torch.tensor([0, 1, 2, 20, 21, 22, 23, 50, 51, 80, 81, 82])
+    for places in (positions, positions.expand(2, -1) + torch.tensor([[0], [3]])):
+        expected, cache = layer(x, positions=places), DynamicCache()
+        for start, stop in ((0, 5), (5, 6), (6, 10), (10, 12)):
+            part = layer(x[:, start:stop], positions=places[..., start:stop], cache=cache)
+            assert (part - expected[:, start:stop]).abs().max() < 1e-12
+
+
+def test_a_temperature_is_for_causal_attention():
+    layer = CoCAAttention(32, 4, rotation=Rotation(8, temperature=4))
+    with pytest.raises(ValueError, match="a temperature counts the tokens before a query"):
+        layer(torch.randn(1, 3, 32), is_causal=False)
+
+
 def test_rotary_scaling_reaches_the_scores():
     torch.manual_seed(0)
     plain = CoCAAttention(32, 4).double()

@@ -35,6 +35,9 @@ from coca_attention.ops.positions import rotation_of
 
 __all__ = ["CoCAAttention"]
 
+KEPT_POSITIONS = "coca_layer_positions"
+"""Attribute of a cache: positions of the tokens of every layer with a decay."""
+
 
 class KeyValueCache(Protocol):
     """What `CoCAAttention` needs of a cache; Transformers' `DynamicCache` has it."""
@@ -235,6 +238,10 @@ class CoCAAttention(nn.Module):
             raise ValueError(
                 f"expected hidden states of shape (B, T, {width}), got {tuple(hidden_states.shape)}"
             )
+        if self.rotation.temperature is not None and not is_causal:
+            raise ValueError(
+                "a temperature counts the tokens before a query: it is for causal attention"
+            )
         length, past = hidden_states.shape[1], self._cached_tokens(cache)
         if positions is None:
             positions = torch.arange(past, past + length, device=hidden_states.device)
@@ -313,9 +320,7 @@ class CoCAAttention(nn.Module):
                 )
         bias, places = self.rotation.bias, None
         if bias is not None:
-            # Cached tokens are at the positions before those of this pass.
-            earlier = positions[..., :1] - past + torch.arange(past, device=positions.device)
-            places = (positions, torch.cat((earlier, positions), dim=-1))
+            places = (positions, self._all_positions(positions, past, cache))
         return attend(
             query,
             key,
@@ -328,6 +333,22 @@ class CoCAAttention(nn.Module):
             bias=bias,
             positions=places,
         )
+
+    def _all_positions(self, positions: Tensor, past: int, cache: KeyValueCache | None) -> Tensor:
+        """Positions of all keys, (S,) or (B, S), which the cache keeps beside them."""
+        if cache is None:
+            return positions
+        kept = vars(cache).setdefault(KEPT_POSITIONS, {})
+        earlier = kept.get(self.layer_idx, positions[..., :0])[..., :past]
+        if earlier.shape[-1] < past:
+            # Something else has put them into the cache: right before these.
+            earlier = positions[..., :1] - past + torch.arange(past, device=positions.device)
+        if earlier.dim() < positions.dim():
+            earlier = earlier.expand(len(positions), -1)
+        if positions.dim() < earlier.dim():
+            positions = positions.expand(len(earlier), -1)
+        kept[self.layer_idx] = torch.cat((earlier, positions), dim=-1)
+        return kept[self.layer_idx]
 
 
 def _width_of_heads(

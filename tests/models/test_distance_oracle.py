@@ -25,6 +25,7 @@ from operands import operands
 ROUND_OFF = 1e-11  # relative to the largest logit
 BATCH, BASE, WINDOW = 2, 100.0, 8
 MAPS = ["none", "limited", "leaky", "shifted", "by pair"]
+DECAY = {"decay": 1.5, "decay_length": 4.0}
 
 
 def random_map(draw: random.Random, kind: str, pairs: int) -> DistanceMap | None:
@@ -53,9 +54,10 @@ class Scores:
     temperature: int | None
     window: int | None  # of the temperature
     scale: float
+    decays: bool = False
 
     def __call__(self, q: Tensor, t: Tensor, m: Tensor, n: Tensor) -> Tensor:
-        """(B, H, T, S) of queries (B, H, T, D) and coefficients (B, H, S, P + F), for m, n (B, T)."""
+        """(B, H, T, S) of q (B, H, T, D) and coefficients (B, H, S, P + F) at m and n (B, T)."""
         half = self.width // 2
         rotated, others = q[..., : self.width], q[..., self.width :]
         if self.interleaved:
@@ -96,6 +98,9 @@ class Scores:
             if found is not None:
                 factor = factor.clamp(min=1)
             scores = scores * factor[:, None, :, None]
+        if self.decays:
+            away = (m[:, :, None] - n[:, None, :]).clamp(min=0).double().unsqueeze(1)
+            scores = scores - DECAY["decay"] * (1 + away / DECAY["decay_length"]).log()
         return scores
 
 
@@ -187,9 +192,8 @@ def random_case(draw: random.Random, ids: Tensor, piecewise: bool) -> Case:
         return Case(ids, places, places, real, causal, real.bool())
     if kind == "branches":
         places = positions_of(draw, "repeats", length)
-        shared = (
-            int((places[0].diff() != 1).nonzero()[0]) + 1 if (places[0].diff() != 1).any() else 0
-        )
+        jumps = (places[0].diff() != 1).nonzero()
+        shared = int(jumps[0]) + 1 if len(jumps) else 0
         begins = int(places[0, shared]) if shared else length
         branch = torch.tensor([0 if i < begins else 1 + (i >= shared) for i in range(length)])
         together = (branch[:, None] == branch) | (branch[None, :] == 0)
@@ -237,6 +241,7 @@ def expected_logits(model, case: Case, distance_map: DistanceMap | None) -> Tens
             None if own else rope.get("temperature"),
             window,
             module.scaling,
+            not own and "decay" in rope,
         )
         visible = case.visible
         if window is not None and (case.mask is None or case.mask.dim() == 2):
@@ -283,11 +288,11 @@ FAMILIES = ["Llama", "Mistral", "Qwen2", "GLM-4", "GPT-NeoX", "Gemma 3"]
 
 @torch.no_grad()
 def model_error(seed: int) -> float:
-    """The largest error of the logits of a model in a random case, relative to the largest logit."""
+    """The largest error of logits in a random case, relative to the largest logit."""
     draw = random.Random(seed)
-    family, kind = draw.choice(FAMILIES), draw.choice(MAPS)
+    family, kind = draw.choice(FAMILIES), draw.choice([*MAPS, "decay"])
     form, free = draw.choice(["rope", "rope", "strict", "magnitude", "slack"]), draw.choice([0, 2])
-    if kind != "none" and form == "slack":
+    if kind not in ("none", "decay") and form == "slack":
         form = "strict"
     kv_cache = draw.choice(["full", "half"]) if kind != "none" else "half"
     own = {"Gemma 3": {"rope_parameters": {
@@ -298,13 +303,15 @@ def model_error(seed: int) -> float:
     changes = own.get(family, {"rope_parameters": rope})
     model = vanilla(family, seed, num_hidden_layers=2, **changes)
     options = {"free_pairs": free} if form != "rope" else {}
-    if kind != "none":
+    if kind in MAPS[1:]:
         options["near"] = 5
     model = convert(model, form, kv_cache=kv_cache, **options).double().eval()
     pairs = int(8 * part) // 2
     distance_map, rope = random_map(draw, kind, pairs), rope_parameters(model.config, GLOBAL)
     rope.pop("distance_map", None)
     rope.pop("temperature", None)
+    if kind == "decay":
+        rope |= DECAY
     if distance_map is not None:
         rope["distance_map"] = asdict(distance_map)
         if draw.random() < 0.4:

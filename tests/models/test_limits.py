@@ -3,25 +3,30 @@
 The limit is the length that a model was made for, read from configurations as they are on the Hub.
 """
 
+import json
 from dataclasses import asdict
 from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import AutoConfig, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from coca_attention import convert
 from coca_attention.errors import UserError
 from coca_attention.models import CoCALlamaConfig, Roles, training_length
 from coca_attention.models.configuration import (
+    GLOBAL,
+    LOCAL,
     attention_of,
     made_for,
     original_length,
+    rope_parameters,
     rotation,
 )
+from coca_attention.models.conversion import Conversion
 from coca_attention.ops import DistanceMap, coca_attention
 from coca_attention.ops.distances import attend_half_by_distance
-from coca_attention.testing import difference, logits, some_tokens
+from coca_attention.testing import decoded_logits, difference, logits, some_tokens
 from commands import run
 from covering import mostly_slow
 from families import (
@@ -187,6 +192,57 @@ def test_one_token_is_scored_without_forming_keys(family, form, distance_map, mo
     ours = attend_half_by_distance(*(x.bfloat16() for x in tensors), **options)
     assert ours.dtype == torch.bfloat16
     assert difference(ours.double(), half(*tensors, **options)) < 0.05
+
+
+@pytest.mark.parametrize("leak", [None, 0.3])
+@pytest.mark.parametrize("family", ["Llama", "Gemma 3"])
+def test_configurations_of_older_versions_are_read(family, leak, tmp_path):
+    """Those had ``max_distance`` and ``leak`` in place of a distance map."""
+    model = limited(family, distance_map=DistanceMap.leaky(NEAR, leak or 0.0))
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    saved = json.loads(path.read_text())
+    rope = saved["rope_parameters"]
+    rope = rope.get("full_attention", rope)
+    del rope["distance_map"]
+    rope |= {"max_distance": NEAR} | ({} if leak is None else {"leak": leak})
+    path.write_text(json.dumps(saved))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).double().eval()
+    assert rope_parameters(loaded.config)["distance_map"]["near"] == NEAR
+    ids = some_tokens(model, length=30)
+    assert difference(logits(loaded, ids), logits(model, ids)) < 1e-6
+    loaded.save_pretrained(tmp_path)
+    assert "max_distance" not in path.read_text()
+
+
+def test_old_names_of_settings_are_refused_with_the_new_one():
+    with pytest.raises(TypeError, match=r"unexpected .* 'max_distance'; it is called near now"):
+        convert(vanilla("Llama"), "rope", max_distance=8)
+    with pytest.raises(TypeError, match="Conversion has no max_distance any more: give near"):
+        Conversion("rope", max_distance=8)
+
+
+LONG_QWEN = {
+    "rope_type": "longrope", "rope_theta": 100.0, "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0, 1.1, 1.0, 1.2], "long_factor": [2.0, 4.0, 3.0, 2.5],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("near", [24, 90])
+def test_longrope_takes_the_same_factors_in_layers_with_a_window(near):
+    """The original selects them by the length of the text, in every layer."""
+    sizes = {"max_position_embeddings": 128, "rope_parameters": LONG_QWEN}
+    model = vanilla("Qwen2", **sizes).double().eval()
+    texts = [some_tokens(model, length=n) for n in (20, 32, 33, 80)]
+    before = [logits(model, ids) for ids in texts]
+    convert(model, "rope", near=near)
+    for ids, expected in zip(texts, before, strict=True):
+        if ids.shape[1] <= near:
+            assert difference(logits(model, ids), expected) < 1e-6
+            assert difference(decoded_logits(model, ids, first=34), expected) < 1e-6
+    rules = {rotation(model.config, kind).for_length(128).rule for kind in (LOCAL, GLOBAL)}
+    assert len(rules) == 1
 
 
 def test_what_cannot_work_is_refused():

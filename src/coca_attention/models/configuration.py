@@ -275,7 +275,10 @@ def _distance_map(given: Any) -> DistanceMap:
         raise ValueError(
             f"distance_map in rope_parameters must have {', '.join(DISTANCE_FIELDS)}, got {given!r}"
         )
-    return DistanceMap(**{n: tuple(x) if isinstance(x, list) else x for n, x in given.items()})
+    slope, start = (
+        tuple(x) if isinstance(x, list) else x for x in (given["slope"], given["start"])
+    )
+    return DistanceMap(given["near"], slope, start)
 
 
 def with_distance_map(rope: dict[str, Any] | None) -> dict[str, Any] | None:

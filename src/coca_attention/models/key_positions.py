@@ -36,7 +36,7 @@ class KeyPositions:
     """Whether the tokens of this pass are the last keys, and positions grow by one wherever a query
     sees a key; None if that is not known. Read only with a distance map."""
     windowed = True
-    """Whether layers with a window hide what is out of it: not in masks (B, 1, T, S) of a caller."""
+    """Whether layers with a window hide what is out of it: not if a caller's mask is 4-D."""
     begins_consecutive = False
     """The same of the keys of this pass alone, which are the first of a static cache."""
     first_position: Tensor | None = None
@@ -86,10 +86,13 @@ class KeyPositions:
             batch, _, length, _ = mask.shape
             places = self.places(layer_type, first, keys)
             queries, slots = (x.expand(batch, -1) for x in places)
+            # So named because PyTorch 2.13 takes captured variables in the order of their names,
+            # and generates C++ that does not compile if a number comes after the mask.
+            least = near
 
             def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
                 slot = key % keys
-                is_near = queries[b, query] - slots[b, slot] < near
+                is_near = queries[b, query] - slots[b, slot] < least
                 return mask.mask_mod(b, h, query, slot) & (is_near == (key < keys))
 
             # Compiled it forms no mask of all queries and keys.
@@ -139,7 +142,7 @@ class KeptPositions:
     positions: Tensor
     """Of all tokens, (1 or B, tokens), or of all slots of a static cache."""
     keys: Any
-    """The keys of the first layer: another tensor, once the rows of the cache were moved."""
+    """The keys of the first layer: in another storage, once the rows of the cache were moved."""
 
     NAME = "coca_positions"
 
@@ -231,7 +234,7 @@ class CachedPositions(KeyPositions):
         if len(kept) in (1, rows) and bool(((counted == kept) | ~real).all()):
             return counted
         found = getattr(self.cache, KeptPositions.NAME)
-        if found.keys is _keys(self.cache) and len(kept) in (1, rows):
+        if _have_same_rows(found.keys, _keys(self.cache)) and len(kept) in (1, rows):
             return kept
         if bool((kept == kept[:1]).all()):
             return kept[:1]
@@ -296,6 +299,13 @@ def _keys(cache: Any) -> Any:
     """The keys of the first layer of a cache."""
     layers = getattr(cache, "layers", None)
     return getattr(layers[0], "keys", None) if layers else None
+
+
+def _have_same_rows(keys: Any, later: Any) -> bool:
+    """Whether later keys are the same or a view of them, as after cropping."""
+    if not isinstance(keys, Tensor) or not isinstance(later, Tensor):
+        return keys is later
+    return len(keys) == len(later) and keys.data_ptr() == later.data_ptr()
 
 
 def _grow_by_one(positions: Tensor, mask: Tensor | None) -> bool:

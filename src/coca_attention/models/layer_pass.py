@@ -30,7 +30,7 @@ from coca_attention.ops.distances import (
 )
 from coca_attention.ops.linear import Turns
 from coca_attention.ops.opaque import compiling
-from coca_attention.ops.positions import Decay
+from coca_attention.ops.positions import Decay, DistanceMap
 from coca_attention.ops.sight import with_bias
 
 
@@ -144,6 +144,11 @@ class LayerPass(NamedTuple):
         assert self.positions is not None  # passed by the decoder wherever it is asked for
         return self.positions
 
+    @property
+    def _distance_map(self) -> DistanceMap:
+        assert self.angles.far is not None
+        return self.angles.far.distance_map
+
     def _places(self, keys: int) -> tuple[Tensor, Tensor]:
         """Positions of the queries, and of so many keys."""
         return self._at.places(self.layer_type, self.first, keys)
@@ -168,7 +173,7 @@ class LayerPass(NamedTuple):
         """
         if self.angles.far is None:
             return self
-        near, name = self.angles.far.distance_map.near, self.function
+        near, name = self._distance_map.near, self.function
         longest = self._at.longest_distance(keys)
         if self._at.consecutive and self._at.windowed and longest is not None:
             longest = min(longest, (self.window or keys) - 1)
@@ -227,10 +232,9 @@ class LayerPass(NamedTuple):
 
     def _first_near(self, query: Tensor, keys: int) -> int:
         """The first key that is near to any query, where that is known without looking."""
-        assert self.angles.far is not None
         if not self._at.consecutive or self.function == "flex_attention":
             return 0
-        return max(0, keys - query.shape[-2] - self.angles.far.distance_map.near + 1)
+        return max(0, keys - query.shape[-2] - self._distance_map.near + 1)
 
     def _frames(
         self, query: Tensor, coefficients: Tensor, start: int = 0, far: bool = False
@@ -259,10 +263,9 @@ class LayerPass(NamedTuple):
 
     def far_query(self, projected: Tensor) -> Tensor:
         """Queries for far keys, of q before rotation: see `attend_by_distance`."""
-        far = self.angles.far
-        assert far is not None
-        query = self.module.map_query(projected, self.angles, *far.tables)
-        if far.distance_map.is_limit:
+        assert self.angles.far is not None
+        query = self.module.map_query(projected, self.angles, *self.angles.far.tables)
+        if self._distance_map.is_limit:
             return far_query_map(query, self.module.free_pairs)
         return query
 
@@ -291,7 +294,7 @@ class LayerPass(NamedTuple):
             far_key,
             query_positions=query_positions,
             key_positions=key_positions,
-            near=self.angles.far.distance_map.near,
+            near=self._distance_map.near,
             consecutive=consecutive,
             is_causal=self.dense is None,
             window=self.window if isinstance(self.mask, Band) else None,
@@ -307,7 +310,7 @@ class LayerPass(NamedTuple):
     def _near_and_far(self, coefficients: Tensor, first_near: int) -> tuple[Tensor, Tensor]:
         """Near keys, of the coefficients from ``first_near`` on, and far keys, of all."""
         keys, free_pairs = coefficients.shape[-2], self.module.free_pairs
-        distance_map = self.angles.far.distance_map
+        distance_map = self._distance_map
         if distance_map.shares_keys:
             first_near = 0
         cos, sin = (x[:, first_near:] for x in self.key_tables(keys))
@@ -324,7 +327,7 @@ class LayerPass(NamedTuple):
     ) -> tuple[Tensor, Tensor | None]:
         """`attend_far` by FlexAttention, which gets all keys twice, near and far ones."""
         query, *parts = side_by_side(query, key, far_query, far_key)
-        near = self.angles.far.distance_map.near
+        near = self._distance_map.near
         mask = self._at.near_and_far(
             self.layer_type, self.first, far_key.shape[-2], self.dense, near
         )
@@ -342,7 +345,7 @@ class LayerPass(NamedTuple):
         self, query: Tensor, far_query: Tensor, coefficients: Tensor, value: Tensor
     ) -> Tensor:
         """One token over coefficients, as `attend_half`."""
-        distance_map = self.angles.far.distance_map
+        distance_map = self._distance_map
         first_near = self._first_near(query, coefficients.shape[-2])
         far, near = coefficients[..., :first_near, :], coefficients[..., first_near:, :]
         far_frames = None
