@@ -192,8 +192,8 @@ PIPES = """
 import sys
 from coca_lab import cli
 
-def command(words):
-    if words == ["print"]:
+def command(*words):
+    if words == ("print",):
         print("x" * 10**6)
     else:
         raise BrokenPipeError(32, "Broken pipe")
