@@ -259,6 +259,9 @@ def _problem(parser: ArgumentParser, text: str, typed: bool = False) -> str:
         said = re.sub(pattern, wording, said)
     given = re.search("Given value: (.*)", text)  # of a union
     if given is not None and "got " not in said:
+        if re.search(r"than( or equal to)?\s*$", said):
+            # jsonargparse takes the given value out of the text, and so the same number as limit.
+            said = f"{said.rstrip()} {given[1]}"
         said += f", got {given[1]}"
     if "is not accepted" in text or "does not accept" in text:
         section = name.rpartition(".")[0]

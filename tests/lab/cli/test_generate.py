@@ -30,7 +30,7 @@ def test_generate_continues_the_prompt_with_the_likeliest_tokens_or_draws(capsys
     for bad, message in (
         (["--top-k", "1"], "set --temperature"),
         ([*hot, "--top-p", "0"], "--top-p"),
-        ([*hot, "--top-k", "0"], "top_k"),
+        ([*hot, "--top-k", "0"], "--top-k: must be greater than 0, got 0"),
     ):
         code, _, err = run(capsys, *words, *bad)
         assert code == 2 and message in err

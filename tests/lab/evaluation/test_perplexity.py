@@ -245,7 +245,7 @@ def test_models_of_other_kinds_are_evaluated_too():
         ({"held_out": -1.0}, "held_out: .* greater than or equal to 0"),
         ({"max_tokens": 64}, "max_tokens cuts documents to 64 tokens .* needs 65"),
         ({"windows": []}, "windows: .* at least 1 item"),
-        ({"windows": [-8]}, "windows.0: .* greater than 0"),
+        ({"windows": [-8]}, "windows: .* greater than 0"),
         ({"stride": 17}, "stride must be at least 1 token and at most the window"),
         ({"attend_last": 65}, "at most the largest window"),
         ({"positions": 17}, "at most the smallest window"),

@@ -190,11 +190,11 @@ def test_reading_beyond_the_training_length_on_purpose_prints_no_reminder(words,
     ("task", "changes", "message"),
     [
         (PASSKEY_TASK, {"lengths": []}, "lengths: .* at least 1 item"),
-        (PASSKEY_TASK, {"lengths": [10**8]}, "lengths.0: .* less than or equal to 10000000"),
+        (PASSKEY_TASK, {"lengths": [10**8]}, "lengths: .* less than or equal to 10000000"),
         (PASSKEY_TASK, {"samples": 0}, "samples: .* greater than 0"),
         (PASSKEY_TASK, {"depths": 0}, "depths: .* greater than 0"),
         (PASSKEY_TASK, {"lengths": [30]}, "too short: without any filler it needs"),
-        (RULER_TASK, {"kinds": ["double"]}, "kinds.0: .* 'niah_single_1', 'niah_single_2'"),
+        (RULER_TASK, {"kinds": ["double"]}, "kinds: .* 'niah_single_1', 'niah_single_2'"),
         (
             RULER_TASK,
             {"lengths": [30], "kinds": ["vt"]},
