@@ -330,6 +330,8 @@ def check_same_recipe(recipe: Recipe, path: Path, may_change: Collection[str] = 
     """Raise UserError if a run's file has another recipe, but for fields that may change."""
     ours, theirs = (asdict(each.resolved()) for each in (recipe, load_recipe(path)))
     stages, changed = ours.pop("stages"), list[str]()
+    if ours["training"]["precision"] == "auto":  # of the machine where the run began
+        ours["training"]["precision"] = theirs["training"]["precision"]
     for section, part in ours.items():
         changed += [f"{section}.{name}" for name in part if part[name] != theirs[section][name]]
     if stages != theirs["stages"]:

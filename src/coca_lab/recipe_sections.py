@@ -213,8 +213,9 @@ class TrainingRecipe:
     """AdamW's weight decay."""
     max_grad_norm: NonNegative = 1.0
     """Maximum norm of the gradients; larger gradients are scaled down."""
-    precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Autocast dtype of forward and backward pass. Weights stay in float32."""
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Autocast dtype of forward and backward pass. Weights stay in float32. auto is bfloat16 where
+    the device computes in it natively, else float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     compile: bool = False

@@ -58,6 +58,7 @@ from coca_lab.training.folder import (
 )
 from coca_lab.training.model import choose_parameters, load_teacher, make_model
 from coca_lab.training.objectives import teacher_loss
+from coca_lab.training.precision import with_precision
 from coca_lab.training.texts import TrainingData, inputs_of, load_data
 from coca_lab.training.trainer import RecipeTrainer
 
@@ -92,6 +93,7 @@ def train(
     """
     output = Path(output)
     recipe.check()
+    recipe = with_precision(recipe, output)
     written, settings = as_yaml(recipe), all_fields(recipe)
     if (output / SUMMARY_FILE).is_file():
         check_finished(recipe, inputs_of(recipe), output, may_change)

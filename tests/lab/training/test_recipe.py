@@ -19,6 +19,7 @@ from coca_lab.studies import load_study
 from coca_lab.training import as_yaml, load_recipe
 from coca_lab.training.arguments import training_arguments
 from coca_lab.training.model import _load_start, model_config
+from coca_lab.training.precision import with_precision
 from coca_lab.training.trainer import learning_rate_share
 from families import vanilla
 
@@ -29,7 +30,7 @@ def test_every_committed_recipe_loads():
     found = sorted(RECIPES.glob("*.yaml"))
     assert len(found) >= 3
     for path in found:
-        recipe = load_recipe(path)
+        recipe = with_precision(load_recipe(path), Path("unused"))
         for settings in recipe.schedules:
             training_arguments(recipe, settings, Path("unused"))
 
