@@ -66,8 +66,8 @@ PAGES: dict[str, tuple[dict[str, str], str]] = {
         "base + dynamic NTK (16)=dynamic NTK; dropped positions, trained=dropped, trained; base",
     ),
 }  # fmt: skip
-"""By folder of results: the sections of its report whose charts its page shows, with what these say;
-and which lines of them, with their names there. Tests compare the words with the figures."""
+"""By folder of results: the sections of its report whose charts its page shows with these words,
+and their lines, with their names there. Tests compare the words with the figures."""
 WIDE = 440
 """Pixels of a chart; README's are narrower on phones."""
 TITLES = {

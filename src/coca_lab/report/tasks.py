@@ -91,7 +91,9 @@ def perplexity_sections(cells: Sequence[Perplexity]) -> list[Section]:
     short = replace(PERPLEXITY, title="Perplexity")
     copies = [point for cell in cells for point in _copies(cell)]
     if copies:
-        sections += length_sections(frame_of(copies), short, caption)
+        sections += length_sections(
+            frame_of(copies), short, "Small: 95 % intervals over documents."
+        )
     positions = [point for cell in cells for point in _positions(cell)]
     if positions:
         by_position = replace(short, x="tokens read before, up to")

@@ -15,7 +15,6 @@ from result_cells import (
     passkey,
     perplexity,
     ruler,
-    shown,
     study,
     training,
 )
@@ -95,7 +94,7 @@ def test_headings_name_what_was_measured_and_the_models(undrawn):
     page = build_report([{"results": every, "training": [TRAINING]}])
     headings = ["Passkeys found, by prompt length", "RULER, vt", "Training"]
     assert re.findall(r"<h2>(.*)</h2>", page) == headings
-    with pytest.raises(UserError, match="neither results that the report shows .*; they are of x"):
+    with pytest.raises(UserError, match=r"neither results that .*; they are of x"):
         build_report([{"results": [{"task": "x"}]}])
 
 
