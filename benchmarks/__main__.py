@@ -4,16 +4,15 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-import pandas as pd
 import torch
 
 from benchmarks.cases import CASES
+from benchmarks.tables import tables
 from benchmarks.timing import interleaved
 from coca_attention.errors import UserError
 from coca_lab.engine import import_extensions
 from coca_lab.environment import describe_environment
 from coca_lab.files import write_json
-from coca_lab.report import printed_tables
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
 """Largest error, relative to the largest exact value, of a variant that is timed."""
@@ -89,8 +88,8 @@ def main(words: Sequence[str] | None = None) -> None:
     options = {**vars(settings), "output": str(settings.output)}
     content = {"settings": options, "environment": describe_environment()}
     write_json(settings.output, {"results": cells, **content})
-    for header, rows in printed_tables(cells):
-        print(pd.DataFrame(rows, columns=header).to_string(index=False))
+    for table in tables(cells):
+        print(table)
     print(f"Results: {settings.output}")
 
 

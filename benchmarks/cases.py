@@ -41,7 +41,7 @@ CHECKED = 4
 
 
 class Case(NamedTuple):
-    """Something that can be computed in several ways: a section of the report."""
+    """Something that can be computed in several ways: a table of its own."""
 
     title: str
     make: Callable[[int, Namespace], Sequence[Variant]]

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from benchmarks.__main__ import main as benchmark
-from coca_lab.report import write_report
 
 TESTS = ["tests/ops/test_gpu.py", "tests/ops/test_kernels.py"]
 OPTIONS = "--device cuda --dtype bfloat16 --rounds 30 --seconds 2 --longest-contraction 8192"
@@ -52,7 +51,6 @@ def main() -> int:
         except (RuntimeError, ValueError) as error:  # out of memory, or a wrong result
             failures.append(f"{run}: {error}")
         torch.cuda.empty_cache()
-    write_report([folder], folder / "report.html", title=gpu)
     print("\n".join([f"Results: {folder}, {len(failures)} failures", *failures]))
     return int(bool(failures))
 

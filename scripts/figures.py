@@ -16,11 +16,12 @@ from typing import Any
 
 import vl_convert
 
-from coca_lab.report.charts import COLOURS, LineChart, Palette
-from coca_lab.report.drawing import NARROW, specification
+from coca_lab.report.charts import LineChart, Palette
+from coca_lab.report.drawing import INKS, NARROW, colours, of_theme, specification
+from coca_lab.report.files import parsed
 from coca_lab.report.lengths import PASSKEYS, PERPLEXITY, frame_of
 from coca_lab.report.page import page_sections, tasks_and_runs
-from coca_lab.report.results import parsed
+from coca_lab.report.tasks import passkey_points, perplexity_points
 from studies.trials import published
 
 ROOT = Path(__file__).parents[1]
@@ -30,36 +31,45 @@ NAMES = {
     ("cohere rope 8 x 4000", "none"): "RoPE",
 }
 """The models in README's picture with their scaling, the recommended one first, and their names."""
-PAGES: dict[str, tuple[list[int], str]] = {
+LENGTHS, KEYS = PERPLEXITY.title, PASSKEYS.title
+PAGES: dict[str, tuple[dict[str, str], str]] = {
     "verdict": (
-        [0],
+        {LENGTHS: "At 1,024 tokens (4 × the training context) roles has a perplexity of 22.01, "
+         "the others 24.62 to 137.5."},
         "roles; PoPE; CoCA-Strict; rotary; rotary, limited distances=limited distances; thin keys; "
         "thin keys, limited distances=thin keys, limited",
     ),
-    "native": ([0, 1], "native; roles, decay; roles, decay × 12; roles, NeoX, decay"),
+    "native": (
+        {LENGTHS: "At 4,096 tokens (16 × the training context) “roles, NeoX, decay” has a "
+         "perplexity of 16.38, the others 20.69 to 22.88.",
+         KEYS: "At 16,384 tokens (64 × the training context) “roles, decay × 12” finds 100% of the "
+         "passkeys, the others 19% to 98%."},
+        "native; roles, decay; roles, decay × 12; roles, NeoX, decay",
+    ),
     "recall": (
-        [2],
+        {"Associative recall, 16 pairs": "At 1,024 tokens (16 × the training context) roles "
+         "answers 99% of the questions, the others 9% to 86%."},
         "roles; roles-decay=roles, decay; native; rotary; strict; magnitude; pope=PoPE; "
         "thin=thin keys",
     ),
     "smollm2": (
-        [0],
+        {LENGTHS: "At 16,384 tokens (2 × the training context) leaky distances and Self-Extend "
+         "have a perplexity of 21.67, the others 22.24 to 666.5."},
         "limited distances; YaRN; dynamic NTK; Self-Extend; leaky distances; base",
     ),
     "extension": (
-        [0, 1],
+        {LENGTHS: "At 4,096 tokens limited distances has a perplexity of 23.02, the others 27.41 "
+         "to 101.6.",
+         KEYS: "At 4,096 tokens “limited, trained” finds 5% of the passkeys, the others "
+         "0% to 2%."},
         "limited distances; limited distances, trained=limited, trained; base + YaRN (16)=YaRN; "
         "base + dynamic NTK (16)=dynamic NTK; dropped positions, trained=dropped, trained; base",
     ),
-}
-"""By folder of results: which of its report's charts its page shows, and which lines of them, with
-their names there."""
+}  # fmt: skip
+"""By folder of results: the sections of its report whose charts its page shows with these words,
+and their lines, with their names there. Tests compare the words with the figures."""
 WIDE = 440
 """Pixels of a chart; README's are narrower on phones."""
-INKS = {  # of the page, the text, softer text, axes and rules
-    "light": ("#ffffff", "#24292f", "#57606a", "#888888", "#e4e4e4"),
-    "dark": ("#1e2129", "#d7dde5", "#a9b1bb", "#888888", "#3a3f47"),
-}
 TITLES = {
     "perplexity": "At {far:,} tokens, layers with {best} have a perplexity of {mine:.0f}, "
     "{worst} {other:.0f}",
@@ -77,9 +87,10 @@ def readme_charts() -> list[Titled]:
     for (task, title), figure in zip(TITLES.items(), (PERPLEXITY, PASSKEYS), strict=True):
         (cells,) = tasks[task]
         chosen = [cell for cell in cells if (cell.model, cell.scaling) in NAMES]
-        means = frame_of(chosen)
+        figures = {"perplexity": perplexity_points, "passkey": passkey_points}
+        means = frame_of(figures[task](chosen))
         names = [NAMES[place] for place in zip(means["model"], means["scaling"], strict=True)]
-        means = means.assign(line=names, colour=names, dash="", first=True)
+        means = means.assign(line=names, colour=names, dash="")
         lengths = sorted(means["x"].unique().tolist())
         far, (best, *_) = means["x"].max(), NAMES.values()
         last = means[means["x"] == far].set_index("line")["y"]
@@ -99,10 +110,10 @@ def readme_charts() -> list[Titled]:
     return made
 
 
-def report_charts(folder: Path, which: Sequence[int], lines: str) -> list[Titled]:
-    """Charts of the report of a folder, by their places in it, with some of their lines."""
+def report_charts(folder: Path, said: dict[str, str], lines: str) -> list[Titled]:
+    """Charts of the report of a folder, by the titles of sections, with some of their lines."""
     sections = page_sections(*tasks_and_runs(parsed(published(folder))))
-    drawn = [(section.lead, section.chart) for section in sections if section.chart]
+    charts = {section.title: section.chart for section in sections}
     names = {old: new or old for old, _, new in (line.partition("=") for line in lines.split("; "))}
 
     def chosen(chart: LineChart) -> LineChart:
@@ -113,9 +124,9 @@ def report_charts(folder: Path, which: Sequence[int], lines: str) -> list[Titled
         last = points.groupby("line")["x"].transform("max")
         short = last.map(", at {:,}".format).where(last < points["x"].max(), "")
         points = points.assign(line=line + short, colour=line, dash="")
-        return replace(chart, points=points, every=True)
+        return replace(chart, points=points)
 
-    return [(lead, chosen(chart)) for lead, chart in (drawn[place] for place in which)]
+    return [(words, chosen(charts[title])) for title, words in said.items()]
 
 
 def picture(parts: Sequence[Titled], width: int, *, above: bool) -> str:
@@ -138,18 +149,6 @@ def picture(parts: Sequence[Titled], width: int, *, above: bool) -> str:
     whole["resolve"] = {"scale": {"color": "independent", "strokeDash": "independent"}}
     whole |= {"config": config, "padding": {"top": 5, "right": 20, "left": 5, "bottom": 5}}
     return vl_convert.vegalite_to_svg(whole)
-
-
-def colours(theme: str) -> dict[str, str]:
-    """The colours of a theme by their names in pictures."""
-    _, light, dark = zip(*COLOURS, strict=True)
-    inks = zip(("page", "text", "soft", "axis", "rule"), INKS[theme], strict=True)
-    return {f"c{i}": c for i, c in enumerate(light if theme == "light" else dark)} | dict(inks)
-
-
-def of_theme(svg: str, theme: str) -> str:
-    """The picture in the colours of one theme, without a background."""
-    return re.sub(r"var\(--(\w+)\)", lambda found: colours(theme)[found[1]], svg)
 
 
 def of_browser(svg: str) -> str:
@@ -175,9 +174,9 @@ def main() -> None:
             path.write_text(of_theme(svg, theme), encoding="utf-8")
     for title, chart in parts:
         print(f"{title}. {chart.words()}")
-    for name, (which, lines) in PAGES.items():
+    for name, (said, lines) in PAGES.items():
         folder = ROOT / "results" / name
-        parts = report_charts(folder, which, lines)
+        parts = report_charts(folder, said, lines)
         svg = of_browser(picture(parts, WIDE, above=True))
         (folder / "chart.svg").write_text(svg, encoding="utf-8")
         print(name, *(f"{title} {chart.words()}" for title, chart in parts), sep="\n  ")

@@ -11,12 +11,12 @@ import torch
 
 from benchmarks import cases, compare, gpu_check
 from benchmarks.__main__ import main, measure, parser
+from benchmarks.tables import tables
 from benchmarks.timing import Variant, interleaved
 from coca_attention import ops
 from coca_attention.errors import UserError
 from coca_attention.ops import FORMS
 from coca_lab.environment import describe_environment
-from coca_lab.report import build_report, printed_tables
 
 SMALL = "--heads 4 --head-width 16 --hidden-size 32 --layers 2 --rounds 3"
 PAGE = Path(__file__).parents[1] / "results" / "cpu" / "README.md"
@@ -167,17 +167,29 @@ def test_runs_of_the_gpu_check_the_comparison_and_the_page_parse():
         parser().parse_args(run.split())
 
 
-def test_report_and_printed_tables(cells):
-    some = [cell for cell in cells if cell["case"] in ("operator", "training")]
-    other = [{**cell, "sizes": {**cell["sizes"], "kv_heads": 1}} for cell in some[:2]]
-    page = build_report([{"results": [*some, *other]}])
-    for text in ("Operator, forward:", "Figure 6", "layers 2", "relative to the largest"):
-        assert text in page
-    ids = re.findall(r'\bid="([^"]+)"', page)
-    assert ids and len(ids) == len(set(ids))
-    titles = [header[0] for header, _ in printed_tables(cells)]
-    assert titles[0] == "operator (heads 4, kv heads 2, head width 16, batch 1, float32, cpu)"
+def test_tables_by_hand(cells):
+    titles = [table.split("  ")[0].strip() for table in tables(cells)]
+    assert (
+        "operator (heads 4, kv heads 2, head width 16, batch 1, float32, cpu)" in tables(cells)[0]
+    )
     assert [title.split()[0] for title in titles] == list(dict.fromkeys(c["case"] for c in cells))
+    about = {"case": "x", "sizes": {"heads": 2, "roles": None}, "batch": 1}
+    about |= {"dtype": "float32", "device": "cpu"}
+    timed = {
+        "a": {"median_ms": 1234.5, "cache_megabytes": 4.0},
+        "b": {"ratio": 0.5, "ratio_quartiles": [0.4, 0.625], "cache_megabytes": 3.0},
+    }
+    longer = {"a": {"median_ms": 9.87}}
+    (table,) = tables(
+        [about | {"length": 2048, "variants": longer}, about | {"length": 8, "variants": timed}]
+    )
+    assert [re.sub(" +", " ", line.strip()) for line in table.splitlines()] == [
+        "x (heads 2, batch 1, float32, cpu) 8 2,048",
+        "a 1,234 ms 9.9 ms",
+        "b (0.75 × bytes) 0.50 × (0.40–0.62) –",
+    ]
+    memory = about | {"length": 8, "variants": {"a": {"peak_megabytes": 1234.0}}}
+    assert "1,234 MB" in tables([memory])[0]
 
 
 def test_the_command(capsys, tmp_path):

@@ -22,7 +22,7 @@ from coca_lab.cli import main
 from coca_lab.engine import Engine, Item
 from coca_lab.evaluation import TASKS
 from coca_lab.processes import Workers
-from coca_lab.report import REPORTS
+from coca_lab.report import CELLS, REPORTS
 from coca_lab.settings.evaluations import TASK_OPTIONS
 from coca_lab.training import train
 from families import SIZES, assert_reloads, reloaded, vanilla
@@ -44,7 +44,7 @@ def extensions(tmp_path_factory):
     yield folder
     for name, table in ADDED.items():
         del table[name]
-    del REPORTS["repeats"], TASK_OPTIONS["repeats"], sys.modules["extensions"]
+    del CELLS["repeats"], REPORTS["repeats"], TASK_OPTIONS["repeats"], sys.modules["extensions"]
     FAMILIES.pop()
     sys.path.remove(str(folder))
 

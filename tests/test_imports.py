@@ -26,12 +26,13 @@ LIBRARY = {
 }
 LOOSE = {
     "engine", "environment", "files", "fingerprints", "intervals", "loading", "old_names",
-    "options", "settings", "store", "weights", "yaml_files",
+    "options", "settings", "store", "weights", "yaml_files", "cells",
 }  # fmt: skip
 LABORATORY = {
     "__init__": {"cli"},
     **dict.fromkeys(("environment", "files", "intervals", "lm_eval"), frozenset()),
     **dict.fromkeys(("old_names", "yaml_files"), frozenset()),
+    "cells": {"intervals"},
     "options": {"yaml_files"},
     "settings": {"old_names", "options"},
     **dict.fromkeys(("store", "weights"), frozenset({"files"})),

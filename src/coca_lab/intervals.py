@@ -1,4 +1,4 @@
-"""Intervals of figures: Student's t (documents, prompts, seeds, trends), Wilson (shares)."""
+"""Intervals of figures: Student's t (documents, prompts, seeds), Wilson (shares)."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -95,38 +95,6 @@ def _wilson_end(share: float, trials: int) -> float:
     half = NORMAL * math.sqrt((share * (1 - share) + z / 4) / trials)
     # (share + z / 2 - half) / (1 + z), without the difference, which for 0 misses 0 by round-off.
     return share**2 / (share + z / 2 + half)
-
-
-@dataclass(frozen=True)
-class PowerLaw:
-    """y = a x^b, fitted to log y by least squares."""
-
-    exponent: float  # b
-    half: float  # half the width of its 95 % interval
-    centre: tuple[float, float]  # means of log x and of log y
-    half_at_centre: float  # half the width of the interval of log y there
-
-    def at(self, x: float) -> tuple[float, float, float]:
-        """The trend at x and the ends of its 95 % interval, which holds if the law does."""
-        away = math.log(x) - self.centre[0]
-        middle = self.centre[1] + self.exponent * away
-        half = math.hypot(self.half_at_centre, self.half * away)
-        low, high = (_exp(middle + sign * half) for sign in (-1, 1))
-        return _exp(middle), low, high
-
-
-def fit_power_law(x: Sequence[float], y: Sequence[float]) -> PowerLaw | None:
-    """The power law of positive values, or None for fewer than three runs or two different x."""
-    from scipy.stats import linregress
-
-    if len(x) < 3 or len(set(x)) < 2 or not all(map(math.isfinite, y)):
-        return None
-    across, up = np.log(x), np.log(y)
-    centre = float(across.mean()), float(up.mean())
-    fit: Any = linregress(across - centre[0], up)
-    quantile = student(len(x) - 2)
-    halves = float(fit.stderr) * quantile, float(fit.intercept_stderr) * quantile
-    return PowerLaw(float(fit.slope), halves[0], centre, halves[1])
 
 
 def student(freedom: float) -> float:

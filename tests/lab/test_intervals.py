@@ -7,7 +7,6 @@ import pytest
 
 from coca_lab.intervals import (
     DocumentScore,
-    fit_power_law,
     mean_interval,
     paired_ratio_interval,
     perplexity,
@@ -108,25 +107,3 @@ def test_means_over_seeds_are_covered(seeds):
     drawn = np.random.default_rng(seeds).normal(0, 1, (1000, seeds))
     found = [mean_interval(list(values)) for values in drawn]
     assert 0.93 <= np.mean([low <= 0 <= high for low, high in found]) <= 0.97
-
-
-def test_a_power_law_is_found_and_its_interval_covers_it():
-    sizes = [1e5, 2e5, 4e5, 8e5]
-    fit = fit_power_law(sizes, [3.0 * n**-0.1 for n in sizes])
-    assert fit.exponent == pytest.approx(-0.1)
-    assert fit.at(7e9) == pytest.approx((3.0 * 7e9**-0.1,) * 3)
-    generator = np.random.default_rng(0)
-    covered = dict.fromkeys((4e5, 3.5e8), 0)
-    for _ in range(200):
-        noisy = [3.0 * n**-0.1 * math.exp(generator.normal(0, 0.05)) for n in sizes]
-        fit = fit_power_law(sizes, noisy)
-        for size in covered:
-            _, low, high = fit.at(size)
-            covered[size] += low <= 3.0 * size**-0.1 <= high
-    assert all(183 <= hits <= 198 for hits in covered.values()), covered
-
-
-def test_a_power_law_needs_three_runs_of_two_sizes_and_finite_figures():
-    assert fit_power_law([1e5, 2e5], [1.0, 2.0]) is None
-    assert fit_power_law([1e5] * 3, [1.0, 2.0, 3.0]) is None
-    assert fit_power_law([1e5, 2e5, 3e5], [1.0, math.inf, 3.0]) is None

@@ -83,6 +83,33 @@ def test_the_readmes_table_of_methods_is_of_the_published_check():
     assert f'"{names[bold]}", to=12288)' in readme
 
 
+def test_the_ratios_of_the_study_of_sizes_are_those_of_its_results():
+    """Of means over seeds: mean, and range, of pairs with the same seed."""
+    folder = ROOT / "results/scaling"
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    found = {}
+    for cell in json.loads((folder / "results.json").read_text("utf-8"))["results"]:
+        if cell["scaling"] == "none":
+            place = cell["model"], cell["size"], cell["window"], cell["training_seed"]
+            found[place] = cell["perplexity"]
+    sizes = list(dict.fromkeys(size for _, size, _, _ in found))
+    seeds = {seed for *_, seed in found}
+    assert len(sizes) == 4 and len(seeds) == 3
+    near, far = re.findall(r"(?m)^\| \| 0\.2M.*\n((?:\|.*\n)+)", page)
+    for table, window in ((near, 256), (far, 4096)):
+        for line in table.splitlines()[1:]:
+            name, *shown = [part.strip(" *") for part in line.strip("|").split("|")]
+            base = "RoFormer" if table == near else name
+            for size, entry in zip(sizes, shown, strict=True):
+                ratios = [
+                    found[name, size, window, seed] / found[base, size, 256, seed] for seed in seeds
+                ]
+                said = re.findall(r"[\d.]+", entry)
+                expected = [sum(ratios) / 3, min(ratios), max(ratios)][: len(said)]
+                for text, value in zip(said, expected, strict=True):
+                    assert text == f"{value:.{len(text.partition('.')[2])}f}", line
+
+
 def test_tables_go_between_marks_or_nowhere(tmp_path):
     page = tmp_path / "README.md"
     page.write_text(f"Before\n{BEGIN}\nold\n{END}\nafter")

@@ -1,7 +1,8 @@
 """Evaluation: the table of tasks.
 
-A new task is a file with a `Task`, and its entries in `TASKS` here and in the table of
-`coca_lab.report`. From outside the package, `register_task` adds one.
+A new task is a file with a `Task`, its entry in `TASKS` here, what its cells hold in
+`coca_lab.cells`, and how they are shown in `coca_lab.report`. From outside the package,
+`register_task` adds one.
 """
 
 from coca_attention.errors import UserError

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coca_attention.models import training_length
 from coca_attention.models.configuration import attention_of
+from coca_lab.cells import cell_type
 from coca_lab.data import SourceSettings, load_tokenizer
 from coca_lab.data.documents import text_fingerprint
 from coca_lab.engine import Engine, Item
@@ -22,7 +23,7 @@ from coca_lab.settings.studies import MethodSettings
 from coca_lab.store import Store
 
 Cell = dict[str, Any]
-"""A result, or a part of one: plain JSON values."""
+"""A result, or a part of one, in plain JSON values; `coca_lab.cells` declares every task's."""
 
 
 @dataclass
@@ -199,9 +200,14 @@ class Task:
         about = [self.name, code_fingerprint(self.measure), model.identity]
         facts = {"task": self.name, **model.facts, **(method.facts if self.scaled else {})}
 
+        def made(figures: Cell) -> Cell:
+            """Checked by the declaration of the task's cells, by which the report reads them."""
+            cell = cell_type(self.name).model_validate(facts | figures)
+            return cell.model_dump(exclude_unset=True)
+
         def named(each: Measurement) -> Measurement:
             items = [replace(x, keys=[[about, key] for key in x.keys]) for x in each.items]
-            return Measurement(items, lambda values: [facts | x for x in each.cells(values)])
+            return Measurement(items, lambda values: [made(x) for x in each.cells(values)])
 
         return [named(each) for each in self.measure(model, settings, method)]
 

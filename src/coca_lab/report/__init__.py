@@ -1,13 +1,14 @@
 """Result files → one self-contained HTML page. Reads result files alone."""
 
-from coca_lab.report.cells import CheckedCell
+from coca_lab.cells import CELLS, CheckedCell
 from coca_lab.report.charts import LineChart
-from coca_lab.report.page import build_report, write_report
-from coca_lab.report.results import read_results
+from coca_lab.report.files import read_results
+from coca_lab.report.page import build_report, write_figures, write_report
 from coca_lab.report.section import Entry, Section
 from coca_lab.report.tasks import REPORTS, TaskReport, printed_tables
 
 __all__ = [
+    "CELLS",
     "REPORTS",
     "CheckedCell",
     "Entry",
@@ -17,5 +18,6 @@ __all__ = [
     "build_report",
     "printed_tables",
     "read_results",
+    "write_figures",
     "write_report",
 ]

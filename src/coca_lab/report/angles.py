@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from pydantic import Field
 
-from coca_lab.report.cells import (
+from coca_lab.cells import (
     CheckedCell,
     Facts,
     Fraction,

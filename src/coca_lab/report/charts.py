@@ -1,15 +1,16 @@
 """Charts as data: what `coca_lab.report.drawing` draws, and the same in words."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-LOOKS = {"colour": "", "dash": "", "mark": "both", "first": True}
+LOOKS = {"colour": "", "dash": "", "mark": "both"}
 """How lines are drawn, in columns that points may have, and what holds without them."""
-FEWEST, MOST = 5, 8
-"""Lines that are drawn at first, of more than there may be."""
+MOST = 8
+"""Lines of a chart, of more than there may be."""
 COLOURS = (  # words in a name, its colour on light pages and on dark ones
     (("limited", "rerope"), "#0d6f73", "#4cc4c9"),  # also of a model of another method
     (("roles", "native"), "#0057b8", "#6db3f2"),
@@ -44,31 +45,26 @@ class LineChart:
         points: A row for every point, in the order of the lines: ``line`` (its name), ``x``, ``y``;
             values that are not finite are left out. Optional are ``low`` and ``high`` (ends of the
             interval), ``colour`` (a name that has one colour in all charts; by default the line's),
-            ``dash`` (lengths of dashes and gaps, such as "6 3"), ``mark`` ("line", "points" or
-            "both"), and ``first``: whether the line is drawn at first, or in `everything` alone.
+            ``dash`` (lengths of dashes and gaps, such as "6 3") and ``mark`` ("line" or "both").
         x: Title of the horizontal axis.
         y: Title of the vertical axis.
         ticks: Where to label the horizontal axis, which is then logarithmic to base 2.
-        log_x: Whether the horizontal axis is logarithmic.
         log_y: Whether the vertical axis is logarithmic.
         top: Upper end of a linear vertical axis that begins at 0.
         mark: A place on the horizontal axis, and its name.
         level: A value on the vertical axis at which a line is drawn.
         bars: Whether intervals are drawn, and not only told on hovering.
-        every: Whether all lines are drawn.
     """
 
     points: Frame
     x: str
     y: str
     ticks: Sequence[float] = ()
-    log_x: bool = False
     log_y: bool = False
     top: float | None = None
     mark: tuple[float, str] | None = None
     level: float | None = None
     bars: bool = True
-    every: bool = False
 
     def _complete(self) -> Frame:
         """The finite points, with all columns."""
@@ -80,32 +76,25 @@ class LineChart:
         return points[np.isfinite(points["y"])]
 
     def drawn(self) -> Frame:
-        """The points that are drawn, with all columns.
-
-        Of many lines: the best at the end, then one of every method, then a second.
-        """
+        """The points that are drawn, with all columns: of more than `MOST` lines a choice."""
         points = self._complete()
-        if self.every:
+        lines = points.drop_duplicates("line").set_index("line")["colour"]
+        if len(lines) <= MOST:
             return points
-        chosen = points[points["first"].astype(bool)]
-        chosen = chosen if len(chosen) else points
-        lines = chosen.drop_duplicates("line").set_index("line")
-        if len(lines) > MOST:
-            far = chosen[chosen["x"] == chosen["x"].max()].set_index("line")["y"]
-            best = far.idxmax() if self.top else far.idxmin()  # the one that is written about
-            names = lines["colour"].loc[[best, *lines.index.drop(best)]]
-            methods = names.map(lambda name: name if (m := method_of(name)) is None else m)
-            turn = methods.groupby(methods, sort=False).cumcount()
-            count = max(FEWEST, min(MOST, methods.nunique()))
-            first = turn[turn < len(DASHES)].sort_values(kind="stable").index[:count]
-            chosen = chosen[chosen["line"].isin(first)]
-        return chosen
+        return points[points["line"].isin(self._chosen(points, lines.to_dict()))]
 
-    @property
-    def everything(self) -> "LineChart | None":
-        """The chart with the lines that are not drawn at first, if there are any."""
-        hidden = len(self.drawn()) < len(self._complete())
-        return replace(self, every=True) if hidden else None
+    def _chosen(self, points: Frame, names: dict[str, str]) -> list[str]:
+        """`MOST` lines: the best at the end, then one of every method, then a second."""
+        far = points[points["x"] == points["x"].max()].set_index("line")["y"]
+        best = far.idxmax() if self.top else far.idxmin()
+        seen: Counter[int | str] = Counter()
+        turns = {}
+        for line in [best, *(name for name in names if name != best)]:
+            place = method_of(names[line])
+            method = names[line] if place is None else place
+            turns[line] = seen[method]
+            seen[method] += 1
+        return sorted(turns, key=lambda line: turns[line])[:MOST]
 
     def said(self, y: float) -> str:
         """A figure as the vertical axis has it: in percent, or as a number."""
@@ -113,8 +102,8 @@ class LineChart:
 
     def words(self) -> str:
         """What the chart shows, for screen readers: its axes, and the ends of every line."""
-        parts, points = [], self.drawn()
-        for name, line in points[points["mark"] != "points"].groupby("line", sort=False):
+        parts = []
+        for name, line in self.drawn().groupby("line", sort=False):
             ends = dict.fromkeys(line[["x", "y"]].iloc[[0, -1]].itertuples(index=False, name=None))
             parts.append(f"{name}: " + " to ".join(f"{self.said(y)} at {x:,.10g}" for x, y in ends))
         return f"Lines of {self.y} against {self.x}. {'; '.join(parts)}."

@@ -4,6 +4,7 @@ Colours are variables of the page's style sheet, since they depend on whether th
 dark. Only pages import this module, so that commands which print tables start without Altair.
 """
 
+import json
 import math
 import re
 from typing import Any
@@ -22,6 +23,10 @@ LOGARITHMIC = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7))
 """Digits of the ticks of a logarithmic axis: the first that give three."""
 GAP = 15
 """Pixels between two labels."""
+INKS = {  # of the page, the text, softer text, axes and rules
+    "light": ("#ffffff", "#24292f", "#57606a", "#888888", "#e4e4e4"),
+    "dark": ("#1e2129", "#d7dde5", "#a9b1bb", "#888888", "#3a3f47"),
+}
 STYLE = {
     "background": "transparent",
     "font": "system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif",
@@ -72,14 +77,10 @@ def specification(
         color=colour,
         strokeDash=alt.StrokeDash("line:N", scale=by_line(1), legend=None),
     )
-    joined, apart = (base.transform_filter(f"datum.mark {x} 'points'") for x in ("!=", "=="))
-    layers: list[Any] = [joined.mark_line(clip=True)]
+    layers: list[Any] = [base.mark_line(clip=True)]
     if chart.bars and points["low"].notna().any():
-        areas, rules = (
-            each.transform_filter("isValid(datum.low)").encode(y="low:Q", y2="high:Q")
-            for each in (joined, apart)
-        )
-        layers = [areas.mark_area(opacity=0.15), *layers, rules.mark_rule()]
+        areas = base.transform_filter("isValid(datum.low)").encode(y="low:Q", y2="high:Q")
+        layers = [areas.mark_area(opacity=0.15), *layers]
     dots = base.transform_filter("datum.mark != 'line'").encode(description="told:N")
     layers += [dots.mark_circle(size=45, opacity=1), *_marks(chart, points["x"])]
     # The names of the lines beside their ends; places are in pixels, without a scale.
@@ -116,6 +117,33 @@ def static_svg(picture: Specification, prefix: str) -> str:
         return f"{bare.removesuffix('/>')}><title>{told[1]}</title></path>" if told else bare
 
     return re.sub(r"<[^<>]+>", change, svg)  # tags alone: names may contain anything
+
+
+def for_print(chart: LineChart, palette: Palette) -> dict[str, bytes]:
+    """A chart in the colours of a light page, as the contents of files by their endings.
+
+    It is `NARROW`: in a column of 3.3 inches its labels have eight points.
+    """
+    picture = of_theme(json.dumps(specification(chart, palette, NARROW)), "light")
+    picture = picture.replace(STYLE["font"], "Helvetica, Arial, sans-serif")
+    return {
+        "svg": vl_convert.vegalite_to_svg(picture).encode(),
+        "pdf": vl_convert.vegalite_to_pdf(picture),
+        "png": vl_convert.vegalite_to_png(picture, scale=4),
+    }
+
+
+def of_theme(text: str, theme: str) -> str:
+    """An SVG or a specification with the colours of one theme in place of their names."""
+    return re.sub(r"var\(--(\w+)\)", lambda found: colours(theme)[found[1]], text)
+
+
+def colours(theme: str) -> dict[str, str]:
+    """The colours of the theme ``light`` or ``dark`` by their names in pictures."""
+    _, light, dark = zip(*COLOURS, strict=True)
+    lines = light if theme == "light" else dark
+    named = {f"c{place}": colour for place, colour in enumerate(lines)}
+    return named | dict(zip(("page", "text", "soft", "axis", "rule"), INKS[theme], strict=True))
 
 
 def _look(name: str, dash: str, palette: Palette) -> tuple[str, list[int]]:
@@ -167,9 +195,6 @@ def _horizontal(chart: LineChart, width: int) -> alt.X:
     if chart.ticks:
         scale = alt.Scale(type="log", base=2, nice=False)
         axis = alt.Axis(values=[*chart.ticks], format=",.6~g", labelOverlap="parity", grid=False)
-    elif chart.log_x:
-        scale = alt.Scale(type="log", nice=False, padding=15)
-        axis = alt.Axis(format="~s", labelOverlap=True, labelSeparation=10, grid=False)
     if width == NARROW:
         axis["tickCount"] = 4
     return alt.X("x:Q", title=chart.x, scale=scale, axis=axis)
@@ -214,8 +239,7 @@ def _ends(
     chart: LineChart, points: Frame, domain: tuple[float, float], height: int
 ) -> dict[str, float]:
     """Where the lines end, in pixels from the top, apart from each other."""
-    lines = points[points["mark"] != "points"]
-    last = lines.loc[lines.groupby("line", sort=False)["x"].idxmax()].set_index("line")["y"]
+    last = points.loc[points.groupby("line", sort=False)["x"].idxmax()].set_index("line")["y"]
     if chart.log_y:
         domain, last = (math.log(domain[0]), math.log(domain[1])), np.log(last.clip(domain[0]))
     low, high = domain

@@ -1,4 +1,4 @@
-"""The report page: one self-contained HTML file."""
+"""The report page: one self-contained HTML file; and its charts as files."""
 
 import re
 from collections.abc import Sequence
@@ -11,25 +11,17 @@ import yaml
 from jinja2 import Environment, StrictUndefined
 
 from coca_attention.errors import UserError
+from coca_lab.cells import Content
 from coca_lab.files import check_output, write_text
-from coca_lab.report.cells import Content, ResultFile, TrainingRun, models_of
 from coca_lab.report.charts import COLOURS, LineChart, Palette
-from coca_lab.report.results import (
-    Cells,
-    paper_figures,
-    parsed,
-    read_results,
-    tell_apart,
-    without_copies,
-)
-from coca_lab.report.section import Section, capital, enumeration
+from coca_lab.report.files import ResultFile, TrainingRun, paper_figures, parsed, read_results
+from coca_lab.report.groups import Cells, models_of, tell_apart, without_copies
+from coca_lab.report.section import Section
 from coca_lab.report.tasks import REPORTS, Tasks, by_task, groups_of
 from coca_lab.report.training import training_sections
 
 MARK = "--page: #fff; --text: #1b1b1b;"
 """In the style of every page, those of earlier versions included."""
-OPEN = 6
-"""Charts shown at first; what comes after them is folded away."""
 GLOSSARY = {  # words in names of models, scalings or forms, and what a reader needs to know
     "Roles": (
         ["Roles", "roles"],
@@ -56,6 +48,7 @@ def write_report(
     *,
     title: str | None = None,
     paper: bool = False,
+    figures: str | Path | None = None,
 ) -> Path:
     """Read result files and write the page.
 
@@ -64,14 +57,54 @@ def write_report(
         output: The HTML file.
         title: Heading of the page; by default the study's, or what was measured.
         paper: Also show the paper's Tables 1 to 4.
+        figures: Folder for every chart as SVG, PDF and PNG; by default there are none.
 
     Raises:
         UserError: If a file is invalid, there is nothing to show, or ``output`` is no such page.
     """
     output = Path(output)
     check_output(output, "page of coca report", lambda text: MARK in text)
-    write_text(output, build_report(read_results(paths), title=title, paper=paper))
+    contents = read_results(paths)
+    page = build_report(contents, title=title, paper=paper)
+    if figures is not None:
+        write_figures(contents, figures, paper=paper)
+    write_text(output, page)
     return output
+
+
+def write_figures(
+    contents: Sequence[Content], folder: str | Path, *, paper: bool = False
+) -> list[Path]:
+    """Write every chart of a page as SVG, PDF and PNG, for a column of a paper.
+
+    Args:
+        contents: Of result files.
+        folder: Is made; files with the same names are replaced.
+        paper: Also those of the paper's figures.
+
+    Returns:
+        The files, named after the charts' titles.
+
+    Raises:
+        UserError: If a result is invalid.
+    """
+    from coca_lab.report import drawing  # here, since Altair takes half a second
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    found = [*parsed(contents), *parsed(paper_figures() if paper else ())]
+    palette: Palette = {}
+    written = []
+    for number, section in enumerate(page_sections(*tasks_and_runs(found)), 1):
+        if section.chart is None:
+            continue
+        words = re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-")
+        stem = folder / f"{number}-{words}"
+        for ending, content in drawing.for_print(section.chart, palette).items():
+            path = stem.with_name(f"{stem.name}.{ending}")
+            path.write_bytes(content)
+            written.append(path)
+    return written
 
 
 def build_report(
@@ -87,14 +120,21 @@ def build_report(
     tasks, runs = tasks_and_runs(found)
     sections = page_sections(tasks, runs)
     if not sections:
-        raise UserError("the result files hold neither results nor training curves")
+        others = {str(cell.get("task")) for file in own for cell in file.results}
+        raise UserError(
+            "the result files hold neither results that the report shows nor training runs"
+            + (f"; they are of {', '.join(sorted(others))}" if others else "")
+        )
     every = [each for file in found for each in (file.environment, *file.environments) if each]
     environments = [each for n, each in enumerate(every) if each not in every[:n]]
     palette: Palette = {}
     shown = [_shown(section, number, palette) for number, section in enumerate(sections, 1)]
-    drawn = [number for number, section in enumerate(sections) if section.chart]
-    fold = drawn[OPEN] if len(drawn) > OPEN else len(sections)
     _, light, dark = zip(*COLOURS, strict=True)
+    groups = [
+        (f"{REPORTS[name].title}, {called}", _members(group))
+        for name, group, called in groups_of(tasks)
+        if called
+    ]
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     source = files("coca_lab.report").joinpath("page.html.j2").read_text(encoding="utf-8")
     return template.from_string(source).render(
@@ -102,9 +142,8 @@ def build_report(
         palettes={"light": light, "dark": dark},
         failures=[each for file in found for each in file.failures.items()],
         words=glossary(tasks),
-        groups=[f"{capital(c)}: {_members(group)}" for _, group, c in groups_of(tasks) if c],
-        first=shown[:fold],
-        more=shown[fold:],
+        groups=groups,
+        sections=shown,
         recipes={
             run.model: yaml.safe_dump(run.recipe, sort_keys=False) for run in runs if run.recipe
         },
@@ -121,14 +160,13 @@ def tasks_and_runs(contents: Sequence[ResultFile]) -> tuple[Tasks, list[Training
 
 
 def page_sections(tasks: Tasks, runs: Sequence[TrainingRun]) -> list[Section]:
-    """The sections of a page in order; the first one has a chart, if any has."""
+    """The sections of a page, in the order of the tasks."""
     sections: list[Section] = []
     for name, group, called in groups_of(tasks):
-        parts = REPORTS[name].sections(group)
-        sections += [_of_group(part, called) for part in parts] if called else parts
-    sections += training_sections(runs)
-    drawn = [section for section in sections if section.chart]
-    return sorted(sections, key=lambda section: section not in drawn[:1])
+        for section in REPORTS[name].sections(group):
+            title = f"{section.title} ({called})" if called else section.title
+            sections.append(replace(section, title=title))
+    return sections + training_sections(runs)
 
 
 def glossary(tasks: Tasks) -> dict[str, str]:
@@ -146,36 +184,28 @@ def glossary(tasks: Tasks) -> dict[str, str]:
 def _shown(section: Section, number: int, palette: Palette) -> dict[str, object]:
     """The section, its pictures, and its table as CSV."""
     table = f"data:text/csv;charset=utf-8,{quote(section.csv())}" if section.rows else ""
-    shown: dict[str, object] = {"section": section, "first": None, "more": None, "csv": table}
-    if chart := section.chart:
-        shown["first"] = _drawn(section.title, chart, f"s{number}", palette)
-        if chart.everything:
-            shown["more"] = _drawn(section.title, chart.everything, f"m{number}", palette)
-    return shown
+    drawn = None
+    if section.chart:
+        drawn = _drawn(section.title, section.chart, f"s{number}", palette)
+    return {"section": section, "drawn": drawn, "csv": table}
 
 
 def _drawn(title: str, chart: LineChart, prefix: str, palette: Palette) -> dict[str, str]:
     """A chart in words, and as pictures for wide and narrow pages."""
     from coca_lab.report import drawing  # here, since Altair takes half a second
 
-    widths = {"wide": drawing.WIDE, "narrow": drawing.NARROW}
-    return {"words": f"{title}. {chart.words()}"} | {
-        name: drawing.static_svg(drawing.specification(chart, palette, width), prefix + name[0])
-        for name, width in widths.items()
-    }
-
-
-def _of_group(section: Section, called: str) -> Section:
-    """The section, saying which of several groups of comparable results it shows."""
-    lead = f"{capital(called)}: {section.lead}" if section.lead else ""
-    return replace(section, title=f"{section.title} ({called})", lead=lead)
+    pictures = {"words": f"{title}. {chart.words()}"}
+    for name, width in {"wide": drawing.WIDE, "narrow": drawing.NARROW}.items():
+        picture = drawing.specification(chart, palette, width)
+        pictures[name] = drawing.static_svg(picture, prefix + name[0])
+    return pictures
 
 
 def _members(cells: Cells) -> str:
-    """The models of comparable cells, or the machine, and the files that they are from."""
+    """The models of comparable cells, and the files that they are from."""
+    models = ", ".join(models_of(cells))
     names = ", ".join(dict.fromkeys(cell.file for cell in cells if cell.file))
-    about = ", ".join(models_of(cells)) or cells[0].machine
-    return f"{about} ({names})" if about and names else about or names
+    return f"{models} ({names})" if models and names else models or names
 
 
 def _cells(tasks: Tasks) -> Cells:
@@ -188,8 +218,10 @@ def _title(contents: Sequence[ResultFile], tasks: Tasks, runs: Sequence[Training
     if len(studies) == 1 and any(studies):
         return studies.pop()
     titles = [REPORTS[name].title for name in tasks]
-    what = " · ".join(titles) if len(titles) in (1, 2) else "Long context" if titles else "Training"
+    what = "Training"
+    if titles:
+        what = " · ".join(titles) if len(titles) < 3 else "Long context"
     names = models_of(_cells(tasks) or runs)
     if len(names) > 3:
         names = [*names[:2], f"{len(names) - 2} more"]
-    return f"{what}: {enumeration(names)}" if names else what
+    return f"{what}: {', '.join(names)}" if names else what

@@ -105,6 +105,8 @@ class ReportSettings:
     """Heading of the page; by default it names what was measured."""
     paper: bool = False
     """Also show the paper's Tables 1 to 4."""
+    figures: PathText | None = None
+    """Also write every chart as SVG, PDF and PNG into this folder."""
 
 
 @dataclass

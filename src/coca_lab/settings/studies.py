@@ -168,7 +168,7 @@ class StudySettings(Plan):
     """Fields of the recipe that all trained models set."""
     sizes: Annotated[dict[str, Options], Field()] = field(default_factory=dict)
     """Sizes by name, each with fields of the recipe, such as {0.2M: {model.hidden_size: 64}}, and
-    seeds if they differ. Every model is trained in every size; the report draws trends."""
+    seeds if they differ. Every model is trained in every size; the report has a chart a size."""
     seeds: list[int] = field(default_factory=lambda: [0])
     """Seeds of the training."""
     learning_rates: list[float] = field(default_factory=list)

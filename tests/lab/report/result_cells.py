@@ -5,8 +5,8 @@ from html.parser import HTMLParser
 
 from coca_lab.data.ruler import ANSWER_TOKENS
 from coca_lab.intervals import wilson_interval
+from coca_lab.report.files import parsed
 from coca_lab.report.page import page_sections, tasks_and_runs
-from coca_lab.report.results import parsed
 from coca_lab.report.section import Section
 
 ATTENTION = {"CoCA-Slack": "slack", "CoCA-Strict": "strict"}
@@ -68,27 +68,15 @@ def study(model: str, seed: int, size: float, near: float, far: float) -> list[d
 
 
 def training(name: str = "converted", last: float = 100.4, **changes) -> dict:
-    """A run in two stages from a model whose perplexity is 100."""
-    validated = ((0, 300.0), (10, 100.9), (20, 101.5), (30, 101.0), (40, last))
-    stages = {"near": "attention", "far": "logits"}
+    """A run from a model whose perplexity is 100."""
+    validated = ((0, 300.0), (20, 101.5), (40, last))
     return {
         "name": name, "parameters": 12345, "steps": 40, "tokens": 4000, "epochs": 0.5,
         "seconds": None, "start": {"name": "base", "perplexity": 100.0},
-        "stages": [{"name": stage, "objective": of} for stage, of in stages.items()],
-        "curve": [
-            {"step": 10, "loss": 0.3, "stage": "near"},
-            {"step": 20, "loss": 0.2, "stage": "near"},
-            {"step": 30, "loss": 0.1, "stage": "far"},
-        ],
+        "curve": [{"step": 10, "loss": 0.3}, {"step": 30, "loss": 0.1}],
         "validation": [{"step": step, "perplexity": y} for step, y in validated],
         **changes,
     }  # fmt: skip
-
-
-def bench(peak: float, length: int = 8) -> dict:
-    about = {"task": "bench", "case": "x", "title": "X", "text": "", "measure": "memory"}
-    about |= {"length": length, "dtype": "float32", "device": "cpu", "batch": 1, "sizes": {}}
-    return about | {"variants": {name: {"peak_megabytes": peak} for name in "ab"}}
 
 
 CELLS = [

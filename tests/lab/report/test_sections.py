@@ -94,71 +94,36 @@ def test_multiples_are_rounded_as_one_says_them(ratio, said):
     assert times(ratio) == said
 
 
-@pytest.mark.parametrize(
-    ("cells", "lead"),
-    [
-        (CELLS, "At 128 tokens (2 × the training context) CoCA-Slack has the lowest perplexity, "
-         "54.00; the others 60.00 to 90.00."),
-        ([perplexity("a", 64, 40.0, training_length=None)],
-         "At 64 tokens a has a perplexity of 40.00."),
-        ([perplexity("a", 64, 2.0, perplexity=None, ci95=None)],
-         "No model has a finite perplexity."),
-        ([perplexity("a", 64, 40.001), perplexity("b", 64, 40.0)],
-         "At 64 tokens (the training context) all have a perplexity of 40.00."),
-        (PROMPTS, "At 4,096 tokens (8 × the training context) CoCA-Slack + NTK (4) has the highest "
-         "share of passkeys found, 70%; the others 20% to 50%."),
-        ([*PROMPTS, passkey("ALiBi", 4096, 8), passkey("ALiBi", 8192, 0)],
-         "At 4,096 tokens (8 × the training context) ALiBi has the highest share of passkeys "
-         "found, 80%; the others 20% to 70%."),
-        ([passkey(model, 4096, hits) for model, hits in (("a", 4), ("b", 4), ("c", 0))],
-         "At 4,096 tokens (8 × the training context) a and b have the highest share of passkeys "
-         "found, 40%; the other 0%."),
-        ([passkey("a", 512, 0)],
-         "At 512 tokens (the training context) a has a share of passkeys found of 0%."),
-        ([passkey("a", 4000, 3)],
-         "At 4,000 tokens (7.8 × the training context) a has a share of passkeys found of 30%."),
-        ([perplexity(model, 64, value, documents=scored(*nats)) for model, value, nats in (
-            ("a", 40.0, (10, 12, 11)), ("b", 41.0, (10.3, 11.8, 11.2)), ("c", 80.0, (20, 22, 21)))],
-         "At 64 tokens (the training context) a and b are level, perplexity 40.00 and 41.00; the "
-         "other 80.00."),
-        (SEEDS, "At 4,096 tokens (16 × the training context) CoCA-Strict has the lowest "
-         "perplexity, 44.50; the other 81.00."),
-    ],
-)  # fmt: skip
-def test_the_first_section_names_the_finding(cells, lead):
-    assert next(iter(shown(*cells).values())).lead == lead
-
-
-def test_far_text_helps_where_its_perplexity_is_below_that_of_the_last_tokens():
-    none = shown(*CELLS)[BY_LENGTH].text
-    assert none.endswith("of no model is lower than with its last tokens alone.")
-    one = shown(*CELLS, perplexity("CoCA-Slack", 64, 60.0, "attend-last"))[BY_LENGTH].text
-    assert one.startswith("At 128 tokens the perplexity of CoCA-Slack is lower")
-    infinite = perplexity("a", 64, 2.0, perplexity=None, ci95=None)
-    assert shown(infinite)[BY_LENGTH].text == ""
-
-
 def test_a_table_has_figures_intervals_and_conditions_by_hand():
     keys = shown(*PROMPTS)["Passkeys found, by prompt length"]
     assert text(keys.header) == ["share of passkeys found at", "512 (1 ×)", "4,096 (8 ×)"]
     assert text(keys.rows[2]) == ["CoCA-Slack + NTK (4)", "–", "70% (10% to 90%)"]
     assert keys.rows[2][2].bold and not keys.rows[1][2].bold
-    assert "10 prompts each" in keys.note
+    assert keys.note == "Small: Wilson’s 95 % intervals. Prompts: 10 each. Depths: random."
     assert keys.chart.points[["low", "high"]].iloc[0].tolist() == [0.1, 0.9]
-    note = shown(*CELLS)[BY_LENGTH].note
-    assert "(1, fewer than 10: intervals are rough)" in note and "stride: 64" in note
-    assert (
-        "rough" not in shown(perplexity("a", 64, 2.0, documents=scored(*range(10))))[BY_LENGTH].note
+    assert shown(*CELLS)[BY_LENGTH].note == (
+        "Small: 95 % intervals over documents (1, fewer than 10: rough). Tokens scored at a "
+        "length: 1,000. Stride: 64. Targets: shared."
     )
+    many = perplexity("a", 64, 2.0, documents=scored(*range(10)))
+    assert "(10)" in shown(many)[BY_LENGTH].note
     twice = shown(*CELLS, {**CELLS[2], "seconds": 3.0})[BY_LENGTH]
     assert twice.muted == [2] and len(twice.rows) == 4
+    infinite = shown(perplexity("a", 64, 2.0, perplexity=None, ci95=None))[BY_LENGTH]
+    assert text(infinite.rows[0]) == ["a", "inf"]
 
 
-def test_passkeys_by_distance_by_hand():
-    away = shown(*PROMPTS)["Passkeys found, by distance"]
-    # 257 to 512 tokens before the end: five hits of 512 tokens, and the last miss of 4,096.
-    first = dict(zip(map(str, away.header), text(away.rows[0]), strict=True))
-    assert first["512"].startswith("83% (") and not away.printed
+def test_passkeys_at_depths_in_turn_and_at_random_ones_are_never_shown_together(tmp_path):
+    """Also at other lengths, where no prompt says so; and in one file."""
+    cells = [passkey("a", 512, 9), passkey("a", 1024, 9) | {"depths": 5}]
+    for one, other in (cells, [cells[0], cells[1] | {"model": "b"}]):
+        first, second = shown(one, other).values()
+        assert [str(name) for name in first.header[1:]] == ["512"]
+        assert [str(name) for name in second.header[1:]] == ["1,024"]
+        assert "Depths: random." in first.note and "Depths: 5 in turn." in second.note
+    old = cells[0].copy()
+    del old["depths"]  # an old file does not say it
+    assert len(shown(old, cells[1] | {"model": "b"})) == 1
 
 
 def test_positions_and_copies_are_lines_of_their_own():
@@ -203,57 +168,59 @@ def test_all_of_rulers_tasks_are_one_group(tokenizer, text_folder, monkeypatch, 
 
 
 def test_seeds_and_sizes_by_hand():
-    one = shown(*SEEDS, {**SEEDS[0], "scaling": "attend-last", "perplexity": 19.0})["Perplexity"]
+    one = shown(*SEEDS, {**SEEDS[0], "scaling": "attend-last", "perplexity": 19.0})[BY_LENGTH]
     assert text(one.rows[0])[2] == "81.00 (80.00 to 82.00)" and one.muted == [1]
     assert one.chart.points[["low", "high"]].head(2).values.tolist() == [[20, 21], [80, 82]]
-    assert one.note == "Small: ranges of the 1 to 2 seeds of each mean."
-    cost, far, *by_size = shown(*SIZES).values()
-    assert text(cost.rows[0])[:2] == ["CoCA-Strict", "1.098 (1.095 to 1.100)"]
-    # The ratio falls with the square root of the size, from 1 at 4M: 0.989 √(4 / 350).
-    assert far.rows[1][4].text == "-0.500" and far.rows[1][5].text == "0.106"
-    assert [section.title for section in by_size] == [f"Perplexity, {n}M" for n in (0.25, 1, 4)]
-    unpaired = shown(*[cell for cell in SIZES if cell["size"] != "4M"][2:])
-    assert any("by size" in title for title in unpaired)
+    assert one.note == "Means of 2 training seeds where there are several; small: their range."
+    assert [*shown(*SIZES)] == [f"{BY_LENGTH}, {n}M" for n in (0.25, 1, 4)]
 
 
-PLAIN = {"stages": [], "validation": [], "start": None}
-RUNS = {
-    "of several objectives": [
-        training(), training("scratch", **PLAIN, curve=[{"step": 1, "loss": 5.0}])
-    ],
-    # In the first one, 101.5 at 2,000 tokens undid what came before.
-    "recovered": [training(f"{last}", last=last) for last in (100.4, 100.9, 101.5, 99.0)],
-    "from scratch": [{k: v for k, v in training().items() if k not in ("start", "stages")}],
-    "none": [],
-}  # fmt: skip
-
-
-def test_training_says_when_a_run_has_recovered():
-    """101.5 at 2,000 tokens undid what came before."""
-    title = "Validation perplexity in training"
-    rows = [row[3:] for row in shown(runs=RUNS["recovered"])[title].rows]
-    assert rows == [
-        ["100.40", "+0.40%", "3,000", "4,000"], ["100.90", "+0.90%", "3,000", "never"],
-        ["101.50", "+1.50%", "never", "never"], ["99.00", "−1.00%", "3,000", "4,000"],
-    ]  # fmt: skip
-    scratch = shown(runs=RUNS["from scratch"])[title]
-    assert scratch.rows == [["converted", "–", "300.00", "100.40", "–", "–", "–"]]
-    (drawn,) = (shown(runs=[training()])[title].chart,)
-    measured, start = lines(drawn).values()
-    # Step 0 would flatten the lines; it stands in the table.
-    assert list(measured.values()) == [100.9, 101.5, 101.0, 100.4]
-    assert list(start.values()) == [100.0, 100.0]
-    kinds = ["Training", "Training: logits", "Training: attention", "Runs"]
-    assert [*shown(runs=RUNS["of several objectives"])][1:] == kinds
+def test_runs_are_rows_of_a_table():
+    runs = [training(), training("scratch", start=None, validation=[], seconds=1234.5)]
+    (section,) = shown(runs=runs).values()
+    assert section.chart is None
+    names = ["run", "parameters", "steps", "tokens", "last loss", "perplexity", "seconds"]
+    assert section.header == names
+    assert [text(row) for row in section.rows] == [
+        ["converted", "12,345", "40", "4,000", "0.1", "100.4 (100.0, base)", "–"],
+        ["scratch", "12,345", "40", "4,000", "0.1", "–", "1,234"],
+    ]
 
 
 def test_paired_figures_by_hand():
+    """c is harder by a constant and by what differs between documents; d differs by noise alone."""
     cells = [paired("a", 0.0), paired("b", -0.1), paired("c", 0.0, spread=0.1)]
-    found = shown(*cells)["Perplexity: paired differences"]
-    (ratio,) = lines(found.chart)["c"].values()
-    assert ratio == pytest.approx(math.exp(0.1 + 0.1 * 190 / 2000))
-    low, high = found.chart.points[["low", "high"]].iloc[1]
-    assert 1.1 < low < ratio < high < 1.13
+    alike = [100 * (3 + i % 4 - 0.1) + (-1) ** i for i in range(20)]
+    cells.append(perplexity("d", 64, 36.5, documents=scored(*alike)))
+    section = shown(*cells)[BY_LENGTH]
+    assert section.header[-1] == "against b at 64" and not section.chart.bars
+    last = {row[0]: row[-1] for row in section.rows}
+    assert last["b"] == "" and text([last["a"]]) == ["1.105 × (1.105 to 1.105)"]
+    ratio, interval = str(last["c"]), last["c"].small
+    assert ratio == f"{math.exp(0.1 + 0.1 * 190 / 2000):.3f} ×"
+    low, high = map(float, interval.split(" to "))
+    assert 1.1 < low < float(ratio[:-2]) < high < 1.13
+    assert str(last["d"]) == "1.000 ×, level" and "level if they have 1." in section.note
+    # What is read of other documents, or by several seeds, is not paired.
+    assert len(shown(*cells[:1])[BY_LENGTH].header) == 2
+    assert len(shown(*SEEDS)[BY_LENGTH].header) == 3
+
+
+def test_needles_are_compared_by_differences_of_nats_by_hand():
+    def cell(model, nats):
+        documents = [
+            {"id": i, "needles": [{"distance": 9, "nats": 7 * (each + i), "found": each < 1}]}
+            for i, each in enumerate(nats)
+        ]
+        mean = sum(each + i for i, each in enumerate(nats)) / len(nats)
+        about = {"task": "needles", "model": model, "length": 64, "digits": 7, "text": "x"}
+        counts = {"found": sum(each < 1 for each in nats), "needles": len(nats)}
+        return about | counts | {"nats": mean, "documents": documents}
+
+    near, found = shown(cell("a", [1.0, 1.0, 1.0]), cell("b", [0.5, 0.6, 0.4])).values()
+    (a, b) = near.rows
+    assert str(a[1]) == "2.00" and str(a[2]) == "+0.500" and b[2] == ""
+    assert found.rows == [["a", "", "0 of 3"], ["b", "", "3 of 3"]]
 
 
 def test_all_tables_of_the_paper_are_shown_beside_others_if_asked_for(undrawn):

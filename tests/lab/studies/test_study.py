@@ -128,7 +128,7 @@ def test_models_are_trained_and_evaluated_once(small, finished, tmp_path, made):
     parameters = ({each["parameters"] for each in found[n]} for n in ("results", "training"))
     assert next(parameters) == next(parameters)
     page = (out / "report.html").read_text()
-    assert "<h1>Small" in page and "the 2 seeds of each mean" in page
+    assert "<h1>Small" in page and "Means of 2 training seeds" in page
     # Every model has the same tokenizer, learned once.
     texts = {(out / name / "tokenizer.json").read_text() for name in [*trained, *made]}
     assert texts == {p.read_text() for p in out.glob("tokenizers/*/tokenizer/tokenizer.json")}
@@ -160,7 +160,7 @@ def test_sizes_have_seeds_of_their_own(small, tmp_path):
     parameters = {c["size"]: c["parameters"] for c in found["results"]}
     assert parameters["small"] < parameters["large"]
     assert [run["name"] for run in found["training"]] == ["some, small", "some, large"]
-    assert "Perplexity, large" in (tmp_path / "report.html").read_text()
+    assert "length read at once, large" in (tmp_path / "report.html").read_text()
 
 
 def test_models_start_from_others_and_are_converted(small, tmp_path, made):

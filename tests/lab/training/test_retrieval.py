@@ -10,8 +10,6 @@ from coca_attention.errors import UserError
 from coca_lab.data.tasks import PASSKEY_ANSWER, encoder
 from coca_lab.evaluation import Model, evaluate
 from coca_lab.evaluation.retrieval import PASSKEY_TASK, PasskeySettings
-from coca_lab.report.cells import TrainingRun
-from coca_lab.report.training import training_sections
 from coca_lab.training import load_recipe, read_summary, train
 from coca_lab.training import retrieval as module
 from coca_lab.training.retrieval import SEED, load_retrieval
@@ -126,7 +124,7 @@ def test_a_run_measures_resumes_and_says_what_was_kept(
     assert what_was_kept(summary).endswith("%, passkeys at 300 tokens 0 of 2 where it has 0")
 
 
-def test_the_report_draws_what_was_found(staged):
+def test_what_was_kept_is_said_of_what_was_measured(staged):
     start = {"name": "base", "perplexity": 19.0}
     before = {**read_summary(staged[1]), "name": "old", "start": start}
     before["validation"] = [{"step": 0, "perplexity": 20.0}]
@@ -139,16 +137,8 @@ def test_the_report_draws_what_was_found(staged):
             for i, share in enumerate((0.1, 0.98))
         ],
     }
-    sections = {
-        s.title: s for s in training_sections([*map(TrainingRun.model_validate, (run, before))])
-    }
-    section = sections["Retrieval in training"]
-    assert section.rows == [["new: passkeys at 256", "100%", "10%", "98%"]]
-    assert section.chart.points["line"].unique().tolist() == ["new: passkeys at 256"]
     assert what_was_kept(run) == (
         "kept of base: perplexity +0.0 %, passkeys at 256 tokens 49 of 50 where it has 50"
     )
     assert what_was_kept(before) == "kept of base: perplexity +5.3 %"
     assert what_was_kept({**before, "start": None}) == ""
-    titles = {s.title for s in training_sections([TrainingRun.model_validate(before)])}
-    assert "Retrieval in training" not in titles

@@ -1,38 +1,94 @@
-"""Reading result files, and which of their results may stand side by side."""
+"""Result files: what they hold besides cells, and reading them."""
 
 import json
 import re
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.resources import files
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
+from pydantic import Field, ValidationError
 
 from coca_attention.errors import UserError
-from coca_lab.report.cells import (
-    CheckedCell,
-    Content,
-    Facts,
-    Figure,
-    Record,
-    ResultFile,
-    TrainingRun,
-    read_as,
-)
+from coca_lab.cells import AboveZero, Content, Integer, Name, Natural, Number, Record, Whole
 
 IN_FOLDERS = ("training.json", "results.json")
 """Of a run; of a study. Read first, and an error if damaged."""
 KINDS = {"results", "training", "curve"}
-PLACE = ("task", "scaling", "factor", "length", "kind", "name", "training_seed", "size")
-"""Fields that tell a model's cells apart."""
 PAPER = "paper.yaml"
 PAPER_LENGTHS = [512 * 2**n for n in range(7)]
-Cells = list[CheckedCell]
-T = TypeVar("T")
+
+
+class CurvePoint(Record):
+    """A loss in training."""
+
+    step: Natural
+    loss: Number
+
+
+class Start(Record):
+    """What validation measured of the model that training started from."""
+
+    name: Name
+    perplexity: AboveZero
+
+
+class Validation(Record):
+    """A measurement in training."""
+
+    step: Natural
+    perplexity: AboveZero
+
+
+class TrainingRun(Record):
+    """The ``training.json`` of a run."""
+
+    model: str = Field(validation_alias="name")
+    file: str = ""
+    parameters: Whole
+    steps: Whole
+    tokens: Whole
+    seconds: AboveZero | None = None
+    seed: Integer | None = None
+    curve: list[CurvePoint]
+    validation: list[Validation] = []
+    start: Start | None = None
+    recipe: Any = None
+
+
+class Environment(Record):
+    """The machine and the versions of a measurement."""
+
+    command: str
+    processor: str
+    cores: Whole
+    threads: Whole
+    gpus: list[str]
+    system: str
+    versions: dict[str, str]
+
+
+class StudyRecord(Record):
+    """The study that results are from."""
+
+    title: str = ""
+
+
+class ResultFile(Record):
+    """A result file as a whole; its cells are looked at by their tasks.
+
+    ``failures`` says of a study's models that have no results why.
+    """
+
+    file: str = ""
+    failures: dict[str, str] = {}
+    results: list[Content] = []
+    training: list[TrainingRun] = []
+    environment: Environment | None = None
+    environments: list[Environment] = []
+    study: StudyRecord | None = None
 
 
 class HarnessFile(Record):
@@ -42,6 +98,22 @@ class HarnessFile(Record):
     model_name: str
     results: dict[str, Content]
     config: Content = {}
+
+
+Kind = TypeVar("Kind", bound=Record)
+
+
+def read_as(kind: type[Kind], content: object, file: str, *place: str | int) -> Kind:
+    """A part of a file of its kind; a UserError names the field where it is not."""
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        said = problem["msg"]
+        if problem["type"] != "missing":
+            said += f", got {problem['input']!r}"[:200]
+        field = ".".join(map(str, (*place, *problem["loc"])))
+        raise UserError(f"{file or 'results'}: not a result file: {field}: {said}") from error
 
 
 def read_results(paths: Sequence[str | Path]) -> list[Content]:
@@ -158,95 +230,3 @@ def parsed(contents: Sequence[Content]) -> list[ResultFile]:
         for run in file.training:
             run.file = file.file
     return found
-
-
-def grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> dict[Any, list[T]]:
-    """Items by a key, the keys in the order of their first items."""
-    groups: dict[Hashable, list[T]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups
-
-
-def comparable(cells: Sequence[CheckedCell]) -> list[Cells]:
-    """Cells of one task in groups that no fact tells apart; a cell's unknown facts are left out.
-
-    The models of a study, of several seeds or sizes, are compared with one another alone.
-    """
-    figures = grouped((cell for cell in cells if isinstance(cell, Figure)), lambda cell: cell.file)
-    studies = {
-        file
-        for file, trials in figures.items()
-        if len({(cell.training_seed, cell.size) for cell in trials}) > 1
-    }
-
-    def alone(cell: CheckedCell) -> tuple[Cells, Facts]:
-        facts = {"study": cell.file} if cell.file in studies else {"study": "", **cell.facts}
-        return [cell], facts
-
-    # The cells of one file and model stay together, unless they differ in a fact themselves.
-    units = grouped(cells, lambda cell: (cell.file, cell.model)).values()
-    parts = chain.from_iterable(_merged(map(alone, unit)) for unit in units)
-    return [group for group, _ in _merged(parts)]
-
-
-def _merged(parts: Iterable[tuple[Cells, Facts]]) -> list[tuple[Cells, Facts]]:
-    """Cells and their facts: every part joins the first group that it does not contradict."""
-    groups: list[tuple[Cells, Facts]] = []
-    for cells, facts in parts:
-        for group, known in groups:
-            if all(known.get(name, value) == value for name, value in facts.items()):
-                group.extend(cells)
-                known.update(facts)
-                break
-        else:
-            groups.append((cells, facts))
-    return groups
-
-
-def tell_apart(groups: Sequence[Cells], runs: Sequence[TrainingRun]) -> None:
-    """Add its file to the name of every model, and run, that several files measure differently."""
-    names = set().union(*map(_claimed_twice, groups))
-    names |= {name for name, count in Counter(run.model for run in runs).items() if count > 1}
-    items = [x for x in (*chain(*groups), *runs) if x.model in names and x.file]
-    # The folder of a results.json or training.json, else the file's stem, if these tell all apart.
-    paths = {item.file: Path(item.file) for item in items}
-    short = {f: p.parent.name if p.name in IN_FOLDERS else p.stem for f, p in paths.items()}
-    unique = len(set(short.values())) == len(short)
-    for item in items:
-        item.model += f" ({(unique and short[item.file]) or item.file})"
-
-
-def _claimed_twice(cells: Cells) -> set[str]:
-    """Names of models that different files measure differently, from comparable cells."""
-    first: dict[Hashable, CheckedCell] = {}
-    names = set()
-    for cell in cells:
-        place = tuple(getattr(cell, name, None) for name in PLACE)
-        same = first.setdefault((cell.model, place), cell)
-        if same.file != cell.file and unlike(same, cell):
-            names.add(cell.model)
-        # A name also belongs to two models if these differ where their cells do not meet.
-        other = first.setdefault(cell.model, cell)
-        one, two = ((each.attention, each.training_length) for each in (other, cell))
-        if other.file != cell.file and one != two:
-            names.add(cell.model)
-    return names - {""}
-
-
-def without_copies(runs: Sequence[TrainingRun]) -> list[TrainingRun]:
-    """Runs, each once where several files have it; of a model with several seeds the first."""
-    unique: list[TrainingRun] = []
-    for run in runs:
-        others = [other for other in unique if other.model == run.model]
-        seeds = [other for other in others if other.file == run.file and run.seed is not None]
-        if not seeds and all(unlike(other, run) for other in others):
-            unique.append(run)
-    return unique
-
-
-def unlike(one: Record, other: Record) -> bool:
-    """Whether two cells, or runs, say different things about one; time does not count."""
-    timed = {"seconds", "file", "machine", "throughput"}
-    first, second = (part.model_dump(exclude=timed) for part in (one, other))
-    return any(first[name] != second[name] for name in first.keys() & second.keys())

@@ -1,0 +1,115 @@
+"""Which results may be compared: those on the same text, prompts and questions."""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+from coca_lab.cells import CheckedCell, Facts, Figure, Record
+from coca_lab.report.files import IN_FOLDERS, TrainingRun
+
+PLACE = (
+    "task", "scaling", "factor", "window", "length", "kind", "pairs", "name",
+    "training_seed", "size",
+)  # fmt: skip
+"""Fields that tell a model's cells apart."""
+Cells = list[CheckedCell]
+T = TypeVar("T")
+
+
+def grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> dict[Any, list[T]]:
+    """Items by a key, the keys in the order of their first items."""
+    groups: dict[Hashable, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def comparable(cells: Sequence[CheckedCell]) -> list[Cells]:
+    """Cells of one task in groups that no fact tells apart; a cell's unknown facts are left out.
+
+    The models of a study, of several seeds or sizes, are compared with one another alone.
+    """
+    figures = grouped((cell for cell in cells if isinstance(cell, Figure)), lambda cell: cell.file)
+    studies = {
+        file
+        for file, trials in figures.items()
+        if len({(cell.training_seed, cell.size) for cell in trials}) > 1
+    }
+
+    def alone(cell: CheckedCell) -> tuple[Cells, Facts]:
+        facts = {"study": cell.file} if cell.file in studies else {"study": "", **cell.facts}
+        return [cell], facts
+
+    # The cells of one file and model stay together, unless they differ in a fact themselves.
+    units = grouped(cells, lambda cell: (cell.file, cell.model)).values()
+    parts = chain.from_iterable(_merged(map(alone, unit)) for unit in units)
+    return [group for group, _ in _merged(parts)]
+
+
+def _merged(parts: Iterable[tuple[Cells, Facts]]) -> list[tuple[Cells, Facts]]:
+    """Cells and their facts: every part joins the first group that it does not contradict."""
+    groups: list[tuple[Cells, Facts]] = []
+    for cells, facts in parts:
+        for group, known in groups:
+            if all(known.get(name, value) == value for name, value in facts.items()):
+                group.extend(cells)
+                known.update(facts)
+                break
+        else:
+            groups.append((cells, facts))
+    return groups
+
+
+def tell_apart(groups: Sequence[Cells], runs: Sequence[TrainingRun]) -> None:
+    """Add its file to the name of every model, and run, that several files measure differently."""
+    names = set().union(*map(_claimed_twice, groups))
+    names |= {name for name, count in Counter(run.model for run in runs).items() if count > 1}
+    items = [x for x in (*chain(*groups), *runs) if x.model in names and x.file]
+    # The folder of a results.json or training.json, else the file's stem, if these tell all apart.
+    paths = {item.file: Path(item.file) for item in items}
+    short = {f: p.parent.name if p.name in IN_FOLDERS else p.stem for f, p in paths.items()}
+    unique = len(set(short.values())) == len(short)
+    for item in items:
+        item.model += f" ({(unique and short[item.file]) or item.file})"
+
+
+def _claimed_twice(cells: Cells) -> set[str]:
+    """Names of models that different files measure differently, from comparable cells."""
+    first: dict[Hashable, CheckedCell] = {}
+    names = set()
+    for cell in cells:
+        place = tuple(getattr(cell, name, None) for name in PLACE)
+        same = first.setdefault((cell.model, place), cell)
+        if same.file != cell.file and unlike(same, cell):
+            names.add(cell.model)
+        # A name also belongs to two models if these differ where their cells do not meet.
+        other = first.setdefault(cell.model, cell)
+        one, two = ((each.attention, each.training_length) for each in (other, cell))
+        if other.file != cell.file and one != two:
+            names.add(cell.model)
+    return names - {""}
+
+
+def without_copies(runs: Sequence[TrainingRun]) -> list[TrainingRun]:
+    """Runs, each once where several files have it; of a model with several seeds the first."""
+    unique: list[TrainingRun] = []
+    for run in runs:
+        others = [other for other in unique if other.model == run.model]
+        seeds = [other for other in others if other.file == run.file and run.seed is not None]
+        if not seeds and all(unlike(other, run) for other in others):
+            unique.append(run)
+    return unique
+
+
+def unlike(one: Record, other: Record) -> bool:
+    """Whether two cells, or runs, say different things about one; time does not count."""
+    timed = {"seconds", "file", "machine", "throughput"}
+    first, second = (part.model_dump(exclude=timed) for part in (one, other))
+    return any(first[name] != second[name] for name in first.keys() & second.keys())
+
+
+def models_of(items: Sequence[CheckedCell | TrainingRun]) -> list[str]:
+    """The names of the models, in their order."""
+    return list(dict.fromkeys(item.model for item in items if item.model))
