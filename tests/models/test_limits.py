@@ -43,7 +43,12 @@ from families import (
 from public_models import CASES
 
 NEAR = 11
-MAPS = [DistanceMap.limited(NEAR), DistanceMap.leaky(NEAR, 0.3), DistanceMap.shifted(NEAR, 4)]
+MAPS = [
+    DistanceMap.limited(NEAR),
+    DistanceMap.leaky(NEAR, 0.3),
+    DistanceMap.shifted(NEAR, 4),
+    DistanceMap.grouped(NEAR, 3),
+]
 
 
 def limited(family, form="rope", distance_map=None, **changes):
