@@ -117,6 +117,7 @@ def test_self_extend_rounds_far_distances(family, to, near, group, tmp_path):
     found = rotation(model.config, "full_attention").distance_map
     assert found == DistanceMap.grouped(near, group)
     assert (64 - near) * group + near >= to > (64 - near) * (group - 1) + near
+    assert (to - 1) // group + near - near // group <= 64  # the largest distance
     assert model.config.max_position_embeddings == to
     ids = some_tokens(model, length=to)
     # Gemma's scale of embeddings is made in float32.
