@@ -336,7 +336,8 @@ class CoCAConfig:
         kv_cache: What is cached besides the values. ``full``: the effective keys, as wide as a
             head; works everywhere. ``half``: the coefficients before rotation, half as wide
             (without free pairs); with a ``distance_map`` whose slope is not 1, or that has groups,
-            ``full`` caches them too. The cache object then keeps the positions of its tokens beside them.
+            ``full`` caches them too. The cache object then keeps the positions of its tokens
+            beside them.
         coca_linear: Whether attention is linear (see `coca_attention.ops.linear`), in the forms
             strict and magnitude: the cache is then one state per layer, whatever the length, and
             two bytes a token that count them. Masks are (batch, tokens), and a row is one document.
