@@ -1,6 +1,6 @@
 """A quarter of an hour on a GPU: prepared runs, side by side, that end in time and resume.
 
-    PYTHONPATH=src:. python -m studies.gpu far --model FOLDER --books BOOKS.jsonl.xz
+    PYTHONPATH=src:. python -m studies.gpu far --model FOLDER --books books.jsonl
     PYTHONPATH=src:. python -m studies.gpu retrieval
     PYTHONPATH=src:. python -m studies.gpu pretrained --books 'BOOKS/*.jsonl.xz'
     PYTHONPATH=src:. python -m studies.gpu paper --books 'BOOKS/*.jsonl.xz'
@@ -23,33 +23,16 @@ from pathlib import Path
 
 import torch
 
-from coca_lab.data.ruler import RULER_TASKS
-
-METHODS = "base,dynamic,yarn,rerope,self-extend-4096,leaky"
 STUDY = "-m coca_lab.cli study {name} --output {output}/{name}"
-
-
-def _read(what: str, name: str, words: str) -> str:
-    script = f"-m studies.smollm2.run {what} {{model}} {{books}} --longest 131072 --count 30"
-    return f"{script} --device cuda {words} --output {{output}}/{name}.jsonl"
-
-
-def _books(name: str, dtype: str, lengths: str, methods: str) -> str:
-    return _read("perplexity", name, f"--dtype {dtype} --lengths {lengths} --methods {methods}")
-
-
-def _ruler(tasks: str) -> str:
-    words = f"--lengths 4096,8192,16384,12288,32768 --methods {METHODS} --dtype bfloat16"
-    return _read("ruler", f"ruler-{tasks}", f"{words} --tasks {tasks}")
-
-
-FAR = "16384,32768,65536,131072"
+SMOLLM2 = (
+    "--models '{{SmolLM2-135M-Instruct: {model}}}' --perplexity.source {books} "
+    "--needles.source {books} --device cuda --dtype bfloat16"
+)
 QUARTERS = {
     "far": [
-        *map(_ruler, (*RULER_TASKS[:8], "vt,cwe,fwe")),
-        _books("books-base", "bfloat16", "8192,16384,32768", "base"),
-        *(_books(f"books-{name}", "bfloat16", FAR, name) for name in METHODS.split(",")[1:]),
-        _books("books-float32", "float32", "8192", "base"),
+        "-m coca_lab.cli study smollm2 --output {output}/smollm2 --workers 8 "
+        "--ruler.source {books} --ruler.batch-tokens 65536 " + SMOLLM2,
+        "-m coca_lab.cli study smollm2-16k --output {output}/smollm2-16k --workers 4 " + SMOLLM2,
     ],
     "retrieval": [STUDY + " --workers 14"],
     "pretrained": [STUDY + " --text {books} --workers 4"],
@@ -62,8 +45,11 @@ STEPS = (
     "--passkey.samples 1 --passkey.max-new-tokens 2 --workers 0"
 )
 DRY = {
-    "far": "--longest 2048 --device cpu --count 1 --lengths 1024,2048 --tasks niah_single_1 "
-    "--methods base,rerope",
+    "far": "--device cpu --dtype float32 --workers 0 --perplexity.max-tokens 513 "
+    "--perplexity.windows 256,512 --perplexity.stride 128 --perplexity.attend-last 256 "
+    "--needles.lengths 512 --needles.count 2 --ruler.lengths 1024 --ruler.kinds niah_single_1 "
+    "--ruler.samples 1 --ruler.chat false --perplexity.max-documents 1 "
+    "--needles.max-documents 1",
     "retrieval": f"{STEPS} --seeds 0 --training.global-batch-size 2 --training.micro-batch-size 2 "
     "--passkey.lengths 256 --perplexity.windows 256 --perplexity.max-tokens 385 "
     "--perplexity.max-documents 1",
@@ -149,7 +135,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("quarter", choices=QUARTERS)
     parser.add_argument("--model", default="smollm2", help="folder of SmolLM2-135M-Instruct")
-    parser.add_argument("--books", default="books", help="text; for far a .jsonl.xz")
+    parser.add_argument(
+        "--books", default="books", help="text; for far that of studies.smollm2.books"
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/gpu"))
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--dry-run", action="store_true", help="at a hundredth of the size")

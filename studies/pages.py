@@ -1,5 +1,9 @@
-"""What the pages of studies are made of: tables in Markdown between two marks, and differences."""
+"""What the pages of studies are made of: trials, tables in Markdown between two marks, differences.
 
+Formats of single studies are in their own files: retrieval_tables.py, native.py, trials.py, …
+"""
+
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +16,14 @@ from coca_lab.intervals import mean_interval
 BEGIN, END = "<!-- tables -->", "<!-- end of tables -->"
 FOUND = 0.95
 """Share of passkeys from which on a model has learned to find them."""
+
+
+def read_trials(file: Path) -> list[dict[str, Any]]:
+    """The trials of a file, in their order: one in every line of .jsonl, else one in all."""
+    text = file.read_text(encoding="utf-8")
+    return [
+        json.loads(trial) for trial in (text.splitlines() if file.suffix == ".jsonl" else [text])
+    ]
 
 
 def markdown(rows: Iterable[Sequence[str]]) -> str:

@@ -17,7 +17,15 @@ from scipy.stats import fisher_exact
 
 from coca_lab.intervals import wilson_interval
 from coca_lab.old_names import OLD_METHODS
-from studies.pages import FOUND, begins, markdown, mean_and_interval, percent, write_tables
+from studies.pages import (
+    FOUND,
+    begins,
+    markdown,
+    mean_and_interval,
+    percent,
+    read_trials,
+    write_tables,
+)
 
 PAGE = Path("results/retrieval/README.md")
 TRIALS = PAGE.parent / "trials.jsonl"
@@ -42,7 +50,7 @@ Trial = dict[str, Any]
 
 def add(path: Path) -> None:
     """Append the trials of a run that the file does not have."""
-    known = {(trial["arm"], trial["seed"]) for trial in read_trials()}
+    known = {(trial["arm"], trial["seed"]) for trial in read_trials(TRIALS)}
     run = json.loads(path.read_text(encoding="utf-8"))
     with TRIALS.open("a", encoding="utf-8") as file:
         for training in run["training"]:
@@ -61,13 +69,6 @@ def add(path: Path) -> None:
                 trial = {"arm": arm, "seed": seed, **{name: training[name] for name in facts}}
                 trial |= {"cells": cells, "environment": run["environment"]}
                 file.write(json.dumps(trial) + "\n")
-
-
-def read_trials() -> list[Trial]:
-    """All trials, in the order in which they were added."""
-    if not TRIALS.exists():
-        return []
-    return [json.loads(line) for line in TRIALS.read_text(encoding="utf-8").splitlines()]
 
 
 def value(trial: Trial, name: str, length: int, scaling: str) -> float | None:
@@ -176,7 +177,7 @@ def main() -> None:
     for word in sys.argv[1:]:
         add(Path(word))
     arms: dict[str, list[Trial]] = {}
-    for trial in sorted(read_trials(), key=lambda trial: trial["seed"]):
+    for trial in sorted(read_trials(TRIALS), key=lambda trial: trial["seed"]):
         arms.setdefault(trial["arm"], []).append(trial)
     parts = markdown(arms_table(arms)), markdown(factors_table(arms)), decay_line(arms)
     write_tables(PAGE, "\n\n".join(filter(None, parts)))

@@ -6,7 +6,6 @@
 makes the file from the folder's ``trials/*.json`` or ``*.jsonl``.
 """
 
-import json
 import math
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 from coca_lab.files import write_json
 from coca_lab.intervals import DocumentScore, perplexity, perplexity_interval
 from coca_lab.report import read_results
+from studies.pages import read_trials
 
 TUNING = 100
 """Seed of the runs that chose a learning rate."""
@@ -70,8 +70,7 @@ def cells_of(folder: Path) -> list[dict[str, Any]]:
     cells: list[dict[str, Any]] = []
     books: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for file in sorted([*folder.glob("trials/*.json"), *folder.glob("*.jsonl")]):
-        text = file.read_text(encoding="utf-8")
-        for trial in map(json.loads, text.splitlines() if file.suffix == ".jsonl" else [text]):
+        for trial in read_trials(file):
             if "nats" in trial:
                 books.setdefault((trial["method"], trial["length"]), []).append(trial)
             elif trial.get("seed") != TUNING and not file.stem.endswith("x"):

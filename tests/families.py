@@ -116,11 +116,16 @@ MODELS = {
     "limited strict": ("Mistral", "strict", {"near": 5}),
     "leaky": ("Llama", "strict", {"near": 11}),
     "shifted": ("Llama", "strict", {"near": 11}),
+    "grouped": ("Llama", "strict", {"near": 11}),
     "limited in some layers": ("Gemma 3", "rope", {"near": 11}),
 }
 
 
-MAPS = {"leaky": DistanceMap.leaky(11, 0.3), "shifted": DistanceMap.shifted(11, 4)}
+MAPS = {
+    "leaky": DistanceMap.leaky(11, 0.3),
+    "shifted": DistanceMap.shifted(11, 4),
+    "grouped": DistanceMap.grouped(11, 3),
+}
 
 
 def set_map(model, distance_map):

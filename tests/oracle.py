@@ -167,7 +167,8 @@ def coca_attention(
         rows = []
         for row, at in enumerate(m):
             away = (at - n).double().unsqueeze(-1)
-            mapped = torch.where(away < distance_map.near, away, slope * away + start)
+            groups = (at // distance_map.group - n // distance_map.group).double().unsqueeze(-1)
+            mapped = torch.where(away < distance_map.near, away, slope * groups + start)
             rows.append(mapped_scores(form, q[..., [row], :], t, mapped, theta))
         found = torch.cat(rows, dim=-2)
     factor = width**-0.5 if scale is None else scale

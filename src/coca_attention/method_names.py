@@ -12,6 +12,7 @@ MethodName = Literal[
     "dynamic",
     "ntk",
     "leaky",
+    "self_extend",
     "shifted",
     "string",
     "temperature",

@@ -76,6 +76,7 @@ ORIGINS = {
     "limited": "[ReRoPE](https://github.com/bojone/rerope)",
     "leaky": "[Leaky ReRoPE](https://kexue.fm/archives/9708)",
     "shifted": "[STRING](https://arxiv.org/abs/2410.18745)",
+    "self_extend": "[Self-Extend](https://arxiv.org/abs/2401.01325)",
     "yarn": "[YaRN](https://arxiv.org/abs/2309.00071)",
 }
 """By score form or rotary parameter, where its idea is from (docs/related-work.md)."""
@@ -224,6 +225,8 @@ def _kind_of_map(distance_map: DistanceMap | None) -> str:
         return ""
     if distance_map.is_limit:
         return "limited"
+    if distance_map.group > 1:
+        return "self_extend"
     return "shifted" if distance_map.shares_keys else "leaky"
 
 

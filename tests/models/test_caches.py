@@ -30,6 +30,7 @@ PIECES = {
     "limited": ("strict", {"near": 11}, {}),
     "leaky": ("strict", {"near": 11}, {"distance_map": asdict(DistanceMap.leaky(11, 0.3))}),
     "shifted": ("strict", {"near": 11}, {"distance_map": asdict(DistanceMap.shifted(11, 4))}),
+    "grouped": ("strict", {"near": 11}, {"distance_map": asdict(DistanceMap.grouped(11, 3))}),
     "roles": (
         "slack",
         {"free_pairs": {LOCAL: 0, GLOBAL: 4}},

@@ -24,7 +24,7 @@ from operands import operands
 
 ROUND_OFF = 1e-11  # relative to the largest logit
 BATCH, BASE, WINDOW = 2, 100.0, 8
-MAPS = ["none", "limited", "leaky", "shifted", "by pair"]
+MAPS = ["none", "limited", "leaky", "shifted", "by pair", "grouped"]
 DECAY = {"decay": 1.5, "decay_length": 4.0}
 
 
@@ -37,9 +37,12 @@ def random_map(draw: random.Random, kind: str, pairs: int) -> DistanceMap | None
         return DistanceMap.leaky(near, draw.choice([0.125, 0.3, 0.9]))
     if kind == "shifted":
         return DistanceMap.shifted(near, draw.randint(1, near))
+    if kind == "grouped":
+        return DistanceMap.grouped(near, draw.choice([2, 3, 7]))
     if kind == "by pair":
         slopes = tuple(draw.choice([0.0, 0.25, 1.0]) for _ in range(pairs))
-        return DistanceMap(near, slopes, tuple((1 - slope) * near for slope in slopes))
+        starts = tuple((1 - slope) * near for slope in slopes)
+        return DistanceMap(near, slopes, starts, group=draw.choice([1, 1, 4]))
     return None
 
 
@@ -75,7 +78,9 @@ class Scores:
             slope, start = torch.zeros(2, pairs, dtype=torch.float64)
             slope[:half] = torch.tensor(found.slope, dtype=torch.float64)
             start[:half] = torch.tensor(found.start, dtype=torch.float64)
-            distance = torch.where(distance < found.near, distance, slope * distance + start)
+            m_groups, n_groups = m // found.group, n // found.group
+            groups = (m_groups[:, :, None] - n_groups[:, None, :]).double()[:, None, :, :, None]
+            distance = torch.where(distance < found.near, distance, slope * groups + start)
         free = t.shape[-1] - pairs
         t, k1 = t[..., :pairs].unsqueeze(-3), t[..., pairs:].unsqueeze(-3)  # (B, H, 1, S, P)
         cos, sin = (distance * theta).cos(), (distance * theta).sin()

@@ -18,6 +18,7 @@ KINDS = {
     "limited": {"near": 16},
     "leaky": {"near": 16},
     "shifted": {"near": 16},
+    "grouped": {"near": 16},
     "windows": {},
     "neither": {},
 }
@@ -56,6 +57,7 @@ CASES = [
     ("limited", "GPT-NeoX", "packing"),
     ("leaky", "Mistral", "packing"),
     ("shifted", "GLM-4", "padding"),
+    ("grouped", "Llama", "packing"),
     ("windows", "Qwen2", "padding"),
     ("neither", "GLM-4", "packing"),
 ]
@@ -85,7 +87,7 @@ def test_outputs_and_gradients_are_those_of_whole_masks(kind, family, case, monk
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral"])
-@pytest.mark.parametrize("kind", ["roles", "limited", "leaky", "shifted", "neither"])
+@pytest.mark.parametrize("kind", ["roles", "limited", "leaky", "shifted", "grouped", "neither"])
 def test_padded_prompts_are_read_in_pieces(kind, family):
     model = model_of(kind, family)
     ids = some_tokens(model, batch=2, length=40)
@@ -111,7 +113,7 @@ def test_one_graph_without_breaks_and_training(kind, family):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["plain", "padding"])
-@pytest.mark.parametrize("kind", ["roles", "limited", "leaky", "shifted"])
+@pytest.mark.parametrize("kind", ["roles", "limited", "leaky", "shifted", "grouped"])
 def test_one_graph_serves_all_lengths(kind, case, monkeypatch):
     """One for the first length, which torch.compile takes for fixed, and one for all others."""
     model = model_of(kind)

@@ -24,7 +24,7 @@ from coca_attention.models.configuration import (
     rotation,
 )
 from coca_attention.models.conversion import Conversion
-from coca_attention.ops import DistanceMap, coca_attention
+from coca_attention.ops import DistanceMap, Rotation, coca_attention, key_frames
 from coca_attention.ops.distances import attend_half_by_distance
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
 from commands import run
@@ -43,7 +43,12 @@ from families import (
 from public_models import CASES
 
 NEAR = 11
-MAPS = [DistanceMap.limited(NEAR), DistanceMap.leaky(NEAR, 0.3), DistanceMap.shifted(NEAR, 4)]
+MAPS = [
+    DistanceMap.limited(NEAR),
+    DistanceMap.leaky(NEAR, 0.3),
+    DistanceMap.shifted(NEAR, 4),
+    DistanceMap.grouped(NEAR, 3),
+]
 
 
 def limited(family, form="rope", distance_map=None, **changes):
@@ -176,7 +181,7 @@ def test_a_layer_is_the_operator(family, distance_map):
     assert difference(calls[1], expected.transpose(1, 2).flatten(2)) < 1e-12
 
 
-@pytest.mark.parametrize("distance_map", MAPS)
+@pytest.mark.parametrize("distance_map", [each for each in MAPS if each.has_equal_steps])
 @pytest.mark.parametrize(("family", "form"), [("Llama", "rope"), ("GPT-NeoX", "strict")])
 def test_one_token_is_scored_without_forming_keys(family, form, distance_map, monkeypatch):
     """Also with left padding; the logits are those of a single pass."""
@@ -243,6 +248,13 @@ def test_longrope_takes_the_same_factors_in_layers_with_a_window(near):
             assert difference(decoded_logits(model, ids, first=34), expected) < 1e-6
     rules = {rotation(model.config, kind).for_length(128).rule for kind in (LOCAL, GLOBAL)}
     assert len(rules) == 1
+
+
+def test_groups_of_tokens_have_no_frames():
+    """Their far keys are not equally far apart, so they are formed."""
+    rotation = Rotation(8, distance_map=DistanceMap.grouped(NEAR, 3))
+    with pytest.raises(ValueError, match="frames need keys that are equally far apart"):
+        key_frames(torch.zeros(1), 30, rotation, tile=16, pairs=4, far=True)
 
 
 def test_what_cannot_work_is_refused():

@@ -19,6 +19,7 @@ from coca_attention.method_names import MethodName
 from coca_attention.models import training_length
 from coca_attention.models.configuration import rope_parameters, rotation
 from coca_attention.models.methods import METHODS, applied
+from coca_attention.ops import DistanceMap
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
 from covering import mostly_slow
 from families import FAMILIES, VARIED, reloaded, vanilla
@@ -106,6 +107,49 @@ def test_leaking_distances_stay_below_the_training_length(family, tmp_path):
     assert difference(decoded_logits(model, ids), logits(model, ids)) < 1e-5 < changed
 
 
+@pytest.mark.parametrize("family", ["Llama", "Gemma 3"])
+@pytest.mark.parametrize(("to", "near", "group"), [(96, None, 2), (97, None, 3), (160, 15, 3)])
+def test_self_extend_rounds_far_distances(family, to, near, group, tmp_path):
+    """One window, decoding by both caches and a folder; a dense oracle is among the operators."""
+    options = {} if near is None else {"near": near}
+    near = near or 32
+    model = extend_context(vanilla(family).double(), "self_extend", to=to, **options)
+    found = rotation(model.config, "full_attention").distance_map
+    assert found == DistanceMap.grouped(near, group)
+    assert (64 - near) * group + near >= to > (64 - near) * (group - 1) + near
+    assert (to - 1) // group + near - near // group <= 64  # the largest distance
+    assert model.config.max_position_embeddings == to
+    ids = some_tokens(model, length=to)
+    # Gemma's scale of embeddings is made in float32.
+    assert difference(logits(reloaded(model, tmp_path), ids), logits(model, ids)) < 1e-6
+    assert difference(decoded_logits(model, ids), logits(model, ids)) < 1e-12
+    model.config.kv_cache = "half"
+    assert difference(decoded_logits(model, ids), logits(model, ids)) < 1e-12
+    short = ids[:, :near]
+    # Transformers computes angles in float32.
+    assert difference(logits(model, short), logits(vanilla(family).double(), short)) < 1e-6
+    leaky = extend_context(vanilla(family).double(), "leaky", to=to)
+    assert difference(logits(model, ids), logits(leaky, ids)) > 1e-4
+
+
+def test_maps_that_were_saved_without_groups_are_read():
+    model = extend_context(vanilla("Llama"), "shifted")
+    del model.config.rope_parameters["distance_map"]["group"]
+    assert rotation(model.config).distance_map.group == 1
+    model.config.rope_parameters["distance_map"]["size"] = 2
+    with pytest.raises(ValueError, match="must have near, slope, start, and may have group; got"):
+        rotation(model.config)
+
+
+def test_whole_positions_are_divided_exactly():
+    """Of every group the last position: 49 * (1 / 49) is below 1."""
+    for group in (3, 49, 10_007):
+        positions = torch.arange(1, 2000, dtype=torch.float64) * group
+        found = DistanceMap.grouped(8, group)
+        for before, expected in ((0, positions // group), (1, positions // group - 1)):
+            assert torch.equal(found.far_keys(positions - before)[:, 0], expected)
+
+
 @pytest.mark.parametrize("family", ["Llama", "Gemma 3", "GPT-NeoX"])
 @pytest.mark.parametrize(("to", "near"), [(None, 50), (112, 58), (48, 21)])
 def test_shifted_distances_are_those_of_training(family, to, near, tmp_path):
@@ -187,7 +231,7 @@ def test_a_model_is_extended_for_a_while(method):
             "Llama",
             {},
             {"method": "yarn", "near": 8},
-            "near is for method limited and shifted and string: leave it out",
+            "near is for method limited and self_extend and shifted and string: leave it out",
         ),
         ("Llama", {}, {"to": 64}, "the tokens to read, must be a whole number from 65"),
         ("Llama", {"rope_parameters": YARN}, {"method": "ntk"}, "replace the yarn scaling"),

@@ -45,6 +45,7 @@ def map_of(kind: str, near: int) -> DistanceMap:
         "leaky": DistanceMap.leaky(near, 0.3),
         "shifted": DistanceMap.shifted(near, 2),
         "by pair": DistanceMap(near, slopes, tuple((1 - slope) * near for slope in slopes)),
+        "grouped": DistanceMap.grouped(near, 3),
     }[kind]
 
 
@@ -61,7 +62,7 @@ def inputs(free: int, queries: int = 23) -> list[torch.Tensor]:
         [29, 23, 1],
         [1, 7, 28],
         [UNSCALED, stock("yarn", 16, factor=4.0)],  # whose magnitude is not 1
-        ["limited", "leaky", "shifted", "by pair"],
+        ["limited", "leaky", "shifted", "by pair", "grouped"],
     ),
 )
 def test_agrees_with_the_oracle(take, way, form_and_free, interleaved, queries, near, rule, kind):
@@ -234,6 +235,7 @@ def test_errors():
         (lambda: DistanceMap.leaky(7, 1.5), r"slope .* from 0 to 1, got 1\.5"),
         (lambda: DistanceMap(7, (0.0, 2.0), 7), r"slope .* from 0 to 1, got 2\.0"),
         (lambda: DistanceMap(7, 0.0, "7"), "start .* must be a finite number"),
+        (lambda: DistanceMap(7, 1.0, 0, group=0), "group of .* whole number from 1, got 0"),
         (lambda: Rotation(WIDTH, distance_map=7), r"such as DistanceMap\.limited\(4096\), got 7"),
         (
             lambda: Rotation(WIDTH, distance_map=DistanceMap(7, (0.5,), 1)),
@@ -251,7 +253,7 @@ def test_errors():
 
 
 @pytest.mark.parametrize("form", ["strict", "magnitude", "slack"])
-@pytest.mark.parametrize("kind", [None, "limited", "leaky", "shifted", "by pair"])
+@pytest.mark.parametrize("kind", [None, "limited", "leaky", "shifted", "by pair", "grouped"])
 def test_the_formulas_as_they_are_written_cover_every_rotation(form, kind):
     """Magnitude, partial rotary, temperature, decay and maps; they refuse what is none."""
     q, t, v = operands(queries=29, width=24)

@@ -1,42 +1,50 @@
 """The prepared runs on a GPU, at a hundredth of their size."""
 
 import json
-import lzma
 import signal
 import subprocess
 
 import pytest
 
-from conftest import VOCABULARY, some_text, tiny_model
+from coca_attention.errors import UserError
+from conftest import VOCABULARY, some_text
 from families import vanilla
 from studies import gpu
 from studies.gpu import main
+from studies.smollm2 import books
 
 
-def lines_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def test_smollm2_is_read_and_asked_with_every_method(tokenizer, tmp_path, undrawn, capsys):
+    """Both studies, after the command that makes their text."""
+    folder, text = tmp_path / "smollm2", tmp_path / "books.jsonl"
+    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 8192}
+    vanilla("Llama", num_hidden_layers=1, **sizes).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    long = [f"{n} {some_text(9000, seed=n)}" for n in range(3)]
+    lines = [{"id": n, "text": text} for n, text in enumerate(["Short. " * 3000, *long])]
+    (tmp_path / "all.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = [str(tmp_path / "all.jsonl"), str(folder), str(text), "--tokens=2000"]
+    with pytest.raises(UserError, match="3 of 8 books are long enough"):
+        books.main(words)
+    assert not text.exists()
+    books.main([*words, "--count=2"])
+    chosen = [json.loads(line) for line in text.read_text().splitlines()]
+    assert [book["id"] for book in chosen] == ["1", "2"]
+    assert chosen[0]["text"] == long[0][books.PREFACE : books.PREFACE + books.KEPT]
 
-
-def test_far_reads_and_asks_with_every_command(tokenizer, tmp_path, capsys):
-    model_folder = tmp_path / "model"
-    tiny_model("llama-rope").save_pretrained(model_folder)
-    tokenizer.save_pretrained(model_folder)
-    books, output = tmp_path / "books.jsonl.xz", tmp_path / "out"
-    with lzma.open(books, "wt") as file:
-        text = "In the beginning there were words, and then more words. " * 2000
-        file.write(json.dumps({"id": "one", "text": text}) + "\n")
-    words = ["far", "--model", str(model_folder), "--books", str(books), "--output", str(output)]
+    words = ["far", "--model", str(folder), "--books", str(text), "--output", str(tmp_path)]
     assert main([*words, "--dry-run"]) == 0
-    names = ("base", "rerope")
-    read = [line for name in names for line in lines_of(output / f"books-{name}.jsonl")]
-    assert {(x["method"], x["length"]) for x in read} == {
-        (method, length) for method in names for length in (1024, 2048)
-    }
-    assert all(0 < x["nats"] < 100 for x in read)
-    asked = [line for path in output.glob("ruler-*.jsonl") for line in lines_of(path)]
-    assert all(0 <= score <= 1 for x in asked for score in x["scores"])
-    assert len(asked) == 9 * 4  # every process has the task of the dry run
-    assert "exit code 0" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("exit code 0") == 2
+    for study, factor in (("smollm2", 1.5), ("smollm2-16k", 2.0)):
+        results = json.loads((tmp_path / study / "results.json").read_text())
+        assert not results["failures"]
+        methods = {"none", "yarn", "dynamic", "limited", "leaky", "shifted", "self_extend"}
+        for task, more in (("perplexity", {"attend-last"}), ("needles", set()), ("ruler", set())):
+            cells = [cell for cell in results["results"] if cell["task"] == task]
+            assert {cell["scaling"] for cell in cells} == methods | more
+            read = {cell["scaling"]: cell["factor"] for cell in cells}
+            assert read["self_extend"] == factor and read["none"] is None
+            assert len({cell.get("text", cell.get("filler")) for cell in cells}) == 1
 
 
 @pytest.mark.parametrize("quarter", ["retrieval", "paper"])

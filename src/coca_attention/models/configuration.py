@@ -1,6 +1,6 @@
 """Configurations: what their fields say, and those of CoCA models."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -25,8 +25,8 @@ ROTATION_FIELDS = {
     if item.name not in ("width", "base", "rule", "settles")
 }
 """Our additions to ``rope_parameters``, and the fields of a `Rotation` that they are."""
-DISTANCE_FIELDS = tuple(item.name for item in fields(DistanceMap))
-"""What ``distance_map`` in ``rope_parameters`` has."""
+DISTANCE_FIELDS = {item.name: item.default is MISSING for item in fields(DistanceMap)}
+"""What ``distance_map`` in ``rope_parameters`` has, and whether it must."""
 LOCAL_RULE = "local"
 """Our addition to ``rope_parameters``: those of local layers that keep a rule of the original."""
 UNSUPPORTED = {
@@ -271,9 +271,11 @@ def _rule(rope_type: str, rope: dict[str, Any], trained: int | None, longest: in
 
 def _distance_map(given: Any) -> DistanceMap:
     """That of ``rope_parameters``, where tuples are lists; ValueError if something is missing."""
-    if not isinstance(given, dict) or {*given} != {*DISTANCE_FIELDS}:
+    needed = [name for name, needed in DISTANCE_FIELDS.items() if needed]
+    if not isinstance(given, dict) or not {*needed} <= given.keys() <= DISTANCE_FIELDS.keys():
         raise ValueError(
-            f"distance_map in rope_parameters must have {', '.join(DISTANCE_FIELDS)}, got {given!r}"
+            f"distance_map in rope_parameters must have {', '.join(needed)}, and may have group; "
+            f"got {given!r}"
         )
     slope, start = (
         tuple(x) if isinstance(x, list) else x for x in (given["slope"], given["start"])
@@ -333,8 +335,9 @@ class CoCAConfig:
             attention; a dictionary if it differs between layer types.
         kv_cache: What is cached besides the values. ``full``: the effective keys, as wide as a
             head; works everywhere. ``half``: the coefficients before rotation, half as wide
-            (without free pairs); with a ``distance_map`` whose slope is not 1, ``full`` caches
-            them too. The cache object then keeps the positions of its tokens beside them.
+            (without free pairs); with a ``distance_map`` whose slope is not 1, or that has groups,
+            ``full`` caches them too. The cache object then keeps the positions of its tokens
+            beside them.
         coca_linear: Whether attention is linear (see `coca_attention.ops.linear`), in the forms
             strict and magnitude: the cache is then one state per layer, whatever the length, and
             two bytes a token that count them. Masks are (batch, tokens), and a row is one document.

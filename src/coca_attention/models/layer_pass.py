@@ -224,6 +224,7 @@ class LayerPass(NamedTuple):
         """Whether `attend_half_by_distance` takes the place of keys: on a CPU it is faster."""
         return (
             coefficients is not None
+            and self.angles.far.distance_map.has_equal_steps
             and self._first_near(query, coefficients.shape[-2]) > 0
             and query.device.type == "cpu"
             and not compiling()

@@ -124,6 +124,14 @@ def _leaky(asked: Asked) -> dict[str, Any]:
     return {"distance_map": asdict(DistanceMap.leaky(near, slope))}
 
 
+def _self_extend(asked: Asked, *, near: int | None = None) -> dict[str, Any]:
+    near = max(1, asked.length // 2) if near is None else near
+    check_whole("near, in tokens and below L,", near, 1, asked.length - 1, error=UserError)
+    # The smallest with which far distances of T tokens stay within L.
+    group = math.ceil((asked.to - near) / (asked.length - near))
+    return {"distance_map": asdict(DistanceMap.grouped(near, group))}
+
+
 def _shifted(asked: Asked, *, near: int | None = None, first: int | None = None) -> dict[str, Any]:
     """Distances from S = ``near`` on count from w = ``first`` on, so that all stay below L."""
     length, to = asked.length, asked.to
@@ -286,6 +294,15 @@ ROWS = (
         parameters=_leaky,
         compared=True,
     ),
+    Method(  # leaky, rounded: beyond L / 2 distances count groups of tokens
+        "self_extend",
+        source="Self-Extend: Jin et al., 2024, arXiv 2401.01325",
+        changes="distances",
+        within="changed",
+        needs=f"{LIMITABLE} whose frequencies do not depend on the text",
+        engines=PACKAGE,
+        parameters=_self_extend,
+    ),
     Method(  # distances from S on count from w on
         "shifted",
         source="STRING: An et al., 2024, arXiv 2410.18745, without its factor",
@@ -357,9 +374,8 @@ ROWS = (
         parameters=_longrope,
     ),
 )
-"""Not had: Self-Extend (Jin et al., 2024, arXiv 2401.01325), which rounds the distances of leaky,
-so that a query and a key are rotated by rounded positions and not by a map of their distance; dual
-chunk attention (An et al., 2024, arXiv 2402.17463), whose three queries meet one key."""
+"""Not had: dual chunk attention (An et al., 2024, arXiv 2402.17463), whose three queries meet one
+key."""
 METHODS: Mapping[str, Method] = MappingProxyType({row.name: row for row in ROWS})
 """The methods by name."""
 
@@ -384,8 +400,9 @@ def extend_context(
         method: A row of `METHODS`. ``limited``: keys farther back than ``near`` tokens (by
             default L) are scored as if they were that far back, which changes nothing in texts of
             up to as many tokens (ReRoPE with log n scaling). ``leaky``: beyond L / 2 distances grow
-            so slowly that none reaches L (Leaky ReRoPE, Su 2023; Self-Extend, arXiv 2401.01325,
-            rounds them), in short texts as well. ``yarn`` (arXiv 2309.00071), ``ntk`` (bloc97,
+            so slowly that none reaches L (Leaky ReRoPE, Su 2023), in short texts as well.
+            ``self_extend`` (arXiv 2401.01325) rounds them: from ``near`` tokens on, by default
+            L / 2, they count groups of tokens. ``yarn`` (arXiv 2309.00071), ``ntk`` (bloc97,
             2023: a larger base), ``linear`` (arXiv 2306.15595) and ``llama3`` stretch slow
             rotations by T / L, in short texts as well. ``dynamic`` (emozilla, 2023) is ntk with the
             base of the current text. ``longrope`` (arXiv 2402.13753) takes divisors.

@@ -82,7 +82,12 @@ def key_frames(
         free_pairs: F.
         dtype: dtype of the tables, float32 or wider.
         far: Whether the keys are at `DistanceMap.far_keys` of the rotation.
+
+    Raises:
+        ValueError: If these are not equally far apart.
     """
+    if far and not rotation.distance_map.has_equal_steps:
+        raise ValueError("frames need keys that are equally far apart, so a group of 1 token")
     device, magnitude = first_position.device, rotation.rule.magnitude
     starts = torch.arange(0, length, tile, device=device)
     make = rotation.far_key_angles if far else rotation.angles  # both linear in the position

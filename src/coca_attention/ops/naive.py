@@ -27,7 +27,7 @@ def naive_scores(
         magnitude:         t |q| cos(f(m - n) θ)
 
     Of a rotation f is the distance map; its rule's magnitude multiplies R_m and R_n, and its factor
-    on queries the sum.
+    on queries the sum. With groups g of far keys f is slope * (m // g - n // g) + start.
 
     Raises:
         ValueError: If the form is none of these, or slack with a distance map.
@@ -51,7 +51,7 @@ def naive_scores(
         first = q0 * (q0 * m.cos() - q1 * m.sin()) * (n.cos() - n.sin())
         scores = first + q1 * (q0 * m.sin() + q1 * m.cos()) * (n.sin() + n.cos())
     else:
-        distance = (positions[:, None] - positions).double().unsqueeze(-1)
+        distance = _distances(positions)
         found = rotation.distance_map
         if found is not None:
             slope, start = (
@@ -63,12 +63,18 @@ def naive_scores(
                 )
                 for x in (found.slope, found.start)
             )
-            distance = torch.where(distance < found.near, distance, slope * distance + start)
+            far = slope * _distances(positions // found.group) + start
+            distance = torch.where(distance < found.near, distance, far)
         size = q0.square() + q1.square()
         scores = (size.sqrt() if form == "magnitude" else size) * (distance * theta).cos()
     scores = (scores * square * t.unsqueeze(-3)).sum(-1)
     factor = rotation.query_factor(positions, torch.float64)
     return scores if factor is None else scores * factor.unsqueeze(-1)
+
+
+def _distances(positions: Tensor) -> Tensor:
+    """m - n of all positions (T,): (T, T, 1), float64."""
+    return (positions[:, None] - positions).double().unsqueeze(-1)
 
 
 def naive_coca_attention(

@@ -103,7 +103,8 @@ class DistanceMap:
 
     f(d) = d for the near keys, d < ``near``, and slope * d + start for the far ones. Queries have a
     second position for far keys, slope * m + start, and far keys are at slope * n. Every map of a
-    training-free method is of this form: `limited`, `leaky`, `shifted`.
+    training-free method is of this form: `limited`, `leaky`, `shifted`, and `grouped`, where m and
+    n are first divided by the size of a group, rounded down.
 
     Attributes:
         near: Distance in tokens from which on keys are far; the query's own key is at 0.
@@ -111,11 +112,15 @@ class DistanceMap:
             same positions as near ones. A tuple has one for every rotary pair, R/2 (DPE,
             arXiv 2504.18857).
         start: f minus slope * d of far keys, in tokens; a tuple as for the slope.
+        group: Tokens that have one far position: slope multiplies m // group and n // group. Scores
+            of far keys then depend on both positions, by less than a group. Default: 1, each token
+            has its own.
     """
 
     near: int
     slope: float | tuple[float, ...]
     start: float | tuple[float, ...]
+    group: int = 1
 
     def __post_init__(self) -> None:
         check_whole("near of a distance map, a number of tokens,", self.near)
@@ -123,6 +128,7 @@ class DistanceMap:
             check_real("slope of a distance map", slope, highest=1)
         for start in _each(self.start):
             check_real("start of a distance map", start, -math.inf)
+        check_whole("group of a distance map, a number of tokens,", self.group)
 
     @classmethod
     def limited(cls, near: int) -> "DistanceMap":
@@ -139,6 +145,11 @@ class DistanceMap:
         """Distances from ``near`` on count from ``first`` on (STRING, arXiv 2410.18745)."""
         return cls(near, slope=1.0, start=first - near)
 
+    @classmethod
+    def grouped(cls, near: int, group: int) -> "DistanceMap":
+        """From ``near`` on distances count groups of tokens (Self-Extend, arXiv 2401.01325)."""
+        return cls(near, slope=1.0, start=near - near // group, group=group)
+
     @property
     def is_limit(self) -> bool:
         """Whether all far keys are at position 0: K' is then their coefficients."""
@@ -147,7 +158,12 @@ class DistanceMap:
     @property
     def shares_keys(self) -> bool:
         """Whether far keys are the near ones."""
-        return all(slope == 1 for slope in _each(self.slope))
+        return self.group == 1 and all(slope == 1 for slope in _each(self.slope))
+
+    @property
+    def has_equal_steps(self) -> bool:
+        """Whether far keys of consecutive tokens are equally far apart."""
+        return self.group == 1 or self.is_limit
 
     @property
     def pairs(self) -> set[int]:
@@ -160,6 +176,9 @@ class DistanceMap:
 
     def far_keys(self, positions: Tensor) -> Tensor:
         """Where far keys at positions (..., S) are: (..., S, 1 or R/2)."""
+        if self.group > 1:
+            # Times 1 / group could end below the whole number: 49 * (1 / 49) is less than 1.
+            positions = positions.div(self.group, rounding_mode="floor")
         return positions.unsqueeze(-1) * _per_pair(self.slope, positions)
 
 
@@ -192,8 +211,8 @@ class Rotation(RenamedArguments):
             (1 + n / decay_length)^-c, so that every doubling of the distance costs the same:
             ``bias`` (KERPLE's logarithmic kernel, arXiv 2205.09921). 0 and the default: no decay.
         decay_length: Distance in tokens at which the decay begins.
-        distance_map: What distances count as. Scores must depend on nothing but distances, and
-            there is no decay. Default: distances as they are.
+        distance_map: What distances count as. Scores must depend on nothing but distances before
+            it, and there is no decay. Default: distances as they are.
         settles: Length of a text, in tokens, from which on a rule that follows the length of texts
             (longrope, dynamic) stays as it is. Default: ``near`` of a map by which distances are
             limited, which is to change nothing in texts of up to as many tokens.

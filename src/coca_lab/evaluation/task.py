@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -149,12 +150,21 @@ Measure = Callable[[Model, Any, MethodSettings], list[Measurement]]
 """From a model, settings of a task and a method to what is to be measured."""
 
 
+def in_turn(measurements: Sequence[Measurement]) -> list[Item]:
+    """All items: the first of every measurement, then the second ones, and so on.
+
+    What ends early has then asked all methods the same.
+    """
+    rounds = zip_longest(*(each.items for each in measurements))
+    return [item for each in rounds for item in each if item is not None]
+
+
 def finish(measurements: Sequence[Measurement], engine: Engine) -> list[Cell]:
     """The cells of all measurements, each once, with the seconds that their values took.
 
     What the engine's store lacks is computed.
     """
-    engine.run([item for each in measurements for item in each.items])
+    engine.run(in_turn(measurements))
     return cells_of(measurements, engine.store)
 
 

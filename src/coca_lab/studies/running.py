@@ -16,7 +16,7 @@ from coca_lab.cluster import OnRay
 from coca_lab.engine import Engine, ItemExecutor, Job, Progress, listen, problem
 from coca_lab.environment import available_cores, describe_environment
 from coca_lab.evaluation.plan import Texts, measurements_of
-from coca_lab.evaluation.task import Cell, Measurement, cells_of, free_weights
+from coca_lab.evaluation.task import Cell, Measurement, cells_of, free_weights, in_turn
 from coca_lab.files import check_results, keep_other_results, read_json, write_json
 from coca_lab.fingerprints import fingerprint
 from coca_lab.processes import Workers
@@ -154,7 +154,7 @@ class _Run:
     def _evaluation(self, trial: Trial) -> Job:
         """Measure a model."""
         measurements = self.opened.get(trial.label) or self._measurements(trial)
-        items = [replace(item, label=trial.label) for each in measurements for item in each.items]
+        items = [replace(item, label=trial.label) for item in in_turn(measurements)]
 
         def then(error: UserError | None) -> list[Job]:
             with self._failing(trial):
@@ -285,5 +285,5 @@ def _executor(
         return ItemExecutor()
     if workers is None:
         workers = 1 if torch.accelerator.is_available() else available_cores() // study.num_cpus
-    workers = max(1, min(workers, trials))
+        workers = max(1, min(workers, trials))
     return Workers(workers, threads=study.num_cpus, logs=output / LOGS)

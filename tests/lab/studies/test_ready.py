@@ -13,7 +13,7 @@ from coca_lab.analysis import task as analyses
 from coca_lab.cli import main
 from coca_lab.evaluation.plan import open_models
 from coca_lab.store import Store
-from coca_lab.studies import load_study, run_study
+from coca_lab.studies import load_study, run_study, running
 from conftest import tiny_model
 from runs import cells_of
 
@@ -45,6 +45,35 @@ def small(tmp_path_factory, tokenizer, model_folder, text_folder):
 
 def results(study, out, **options):
     return cells_of(run_study(study, out, **options))
+
+
+def test_what_ends_early_has_the_same_prompts_of_every_method(small, tmp_path, monkeypatch):
+    """A whole table of them is written by the command with fewer samples, without the model."""
+    words = ["--methods=[{method: none}, {method: linear, factor: 2}]", "--models", "{a: FOLDER}"]
+    words = [word.replace("FOLDER", str(small.parent)) for word in words]
+    only = tmp_path / "only.yaml"
+    only.write_text("passkey: {lengths: [260, 900], max_new_tokens: 4, batch_tokens: 260}")
+
+    def study(samples):
+        return load_study(only, [*words, f"--passkey.samples={samples}"])
+
+    def stop(line, done, total):
+        if done >= 60:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_study(study(3), tmp_path / "out", progress=stop)
+    monkeypatch.setattr("coca_lab.evaluation.task.load_model", None)
+    cells = results(study(1), tmp_path / "out")
+    assert len(cells) == 4 and all(len(cell["samples"]) == 1 for cell in cells)
+
+
+def test_workers_share_the_measurements_of_one_model(small, tmp_path):
+    """As many as are asked for; by default no more than models."""
+    study = load_study(small)
+    for asked, count in ((2, 2), (None, 1)):
+        with running._executor(study, tmp_path, trials=1, ray=None, workers=asked) as executor:
+            assert executor.slots == count
 
 
 @pytest.fixture(scope="module")
