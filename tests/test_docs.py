@@ -177,7 +177,7 @@ def test_the_tutorials_run_one_after_the_other(tmp_path, monkeypatch, capsys):
                 small = SMALL_STAGES if "--model.start" in words else SMALL.get(words[0], [])
                 assert main([*words, *small]) == 0, (words, capsys.readouterr().err)
                 done.add(words[0] if words[0] != "eval" else words[1])
-    assert {"train", "convert", "study", "passkey", "analyze", "report"} <= done
+    assert {"train", "convert", "study", "passkey", "report"} <= done
 
 
 def test_the_studies_of_their_page_are_complete(tmp_path):

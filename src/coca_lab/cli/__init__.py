@@ -28,7 +28,6 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "evaluate": {
         "eval": ("evaluation", "Evaluate a model on one task; coca study does so for many."),
-        "analyze": ("evaluation", "Measure angles of queries and keys, or where attention goes."),
     },
     "extend, convert and serve": {
         "extend": ("models", "Let a model read longer texts, without training."),

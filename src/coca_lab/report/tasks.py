@@ -6,7 +6,6 @@ from typing import Any
 
 import pandas as pd
 
-from coca_lab.report.angles import AngleCell, angle_sections
 from coca_lab.report.bench import Bench, bench_sections
 from coca_lab.report.cells import (
     AboveZero,
@@ -101,7 +100,6 @@ REPORTS: dict[str, TaskReport] = {
     "recall": TaskReport(recall_sections, "Associative recall", Recall),
     "harness": TaskReport(harness_sections, "Short context", Harness),
     "bench": TaskReport(bench_sections, "Benchmarks", Bench),
-    "angles": TaskReport(angle_sections, "Angles between queries and keys", AngleCell),
 }
 """By the field ``task`` of a cell, in the order of the page."""
 

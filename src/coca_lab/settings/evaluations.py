@@ -189,38 +189,6 @@ class NeedleSettings(TextSettings):
     """Random seed of the numbers and their places."""
 
 
-@dataclass
-class AnalysisSettings:
-    """Settings of the analysis."""
-
-    max_documents: PositiveInt = 8
-    """Maximum number of documents to read."""
-    max_tokens: AtLeastTwo | None = None
-    """Truncate documents to this many tokens; default: the training length, at most 2,048."""
-    lengths: list[AtLeastTwo] = field(default_factory=list)
-    """Text lengths in tokens at which to count anomalous tokens and borders; default: 1, 4 and 16
-    times the training length."""
-    pairs: PositiveInt = 1024
-    """(query, key) pairs sampled from every document for the angles."""
-    pairs_per_distance: PositiveInt = 64
-    """(query, key) pairs sampled from every document at each distance 1, 2, 4, … for the bounds."""
-    bins: AtLeastTwo = 36
-    """Number of bins of the angle histograms."""
-    shifts: list[PositiveInt] = field(default_factory=lambda: [1, 16, 256, 4096])
-    """Shifts of all positions to compare, in tokens; may be empty."""
-    shift_queries: PositiveInt = 16
-    """Queries sampled from every document for comparing scores under a shift."""
-    judged: PositiveInt = 128
-    """Positions sampled from every document for comparing predictions under a shift."""
-    seed: NonNegativeInt = 0
-    """Random seed."""
-
-
-@dataclass
-class AnalyzeSettings(AnalysisSettings, SourceSettings):
-    """Which text to read, and what to measure."""
-
-
 @dataclass(frozen=True)
 class TaskOptions:
     """What the commands say of a task, and which options it has.
@@ -258,8 +226,3 @@ TASK_OPTIONS = {
     ),
 }
 """Of the tasks of ``coca eval`` by their names, those that are registered included."""
-ANALYSIS_OPTIONS = TaskOptions(
-    "Angles between queries and keys, border crossings, and bounds on the scores.",
-    AnalyzeSettings,
-    scaled=False,
-)
