@@ -145,35 +145,6 @@ class RulerSettings(SourceSettings, PromptSettings):
 
 
 @dataclass
-class RecallSettings:
-    """Which texts are read."""
-
-    lengths: Annotated[list[PositiveInt], Field(min_length=1)] = field(
-        default_factory=lambda: [64, 256, 1024]
-    )
-    """Tokens of a text."""
-    pairs: Annotated[list[PositiveInt], Field(min_length=1)] = field(
-        default_factory=lambda: [4, 8, 16]
-    )
-    """Pairs of a text, each asked for once; those that do not fit into a length, at four tokens a
-    pair, are left out there."""
-    samples: PositiveInt = 32
-    """Texts of each length and number of pairs."""
-    seed: NonNegativeInt = 0
-    """Random seed of the texts."""
-    batch_tokens: PositiveInt = 8192
-    """Tokens per batch; a batch has at least one text."""
-
-    def __post_init__(self) -> None:
-        fewest = 4 * min(self.pairs)
-        if min(self.lengths) < fewest:
-            raise UserError(
-                f"texts of {min(self.lengths)} tokens have no room for {fewest // 4} pairs, which "
-                f"take {fewest}: use longer texts, or fewer pairs"
-            )
-
-
-@dataclass
 class NeedleSettings(TextSettings):
     """In which text numbers are hidden, and how many."""
 
@@ -220,9 +191,6 @@ TASK_OPTIONS = {
     ),
     "ruler": TaskOptions(
         "RULER's tasks: needles, chains of variables, frequent words.", RulerSettings, prompts=True
-    ),
-    "recall": TaskOptions(
-        "Associative recall: does a model know the values of the keys it has read?", RecallSettings
     ),
 }
 """Of the tasks of ``coca eval`` by their names, those that are registered included."""
