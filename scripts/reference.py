@@ -30,7 +30,6 @@ PAGES = {
     "data": "coca_lab.data",
     "training": "coca_lab.training",
     "evaluation": "coca_lab.evaluation",
-    "analysis": "coca_lab.analysis",
     "report": "coca_lab.report",
 }
 HEADINGS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Example", "Examples")

@@ -19,6 +19,7 @@ from coca_attention.models.families import FAMILIES
 from coca_attention.ops import FORMS, RULES
 from coca_attention.testing import assert_consistent, difference, logits, some_tokens
 from coca_lab.cli import main
+from coca_lab.data.tasks import TRAINED_TASKS
 from coca_lab.engine import Engine, Item
 from coca_lab.evaluation import TASKS
 from coca_lab.processes import Workers
@@ -29,7 +30,7 @@ from families import SIZES, assert_reloads, reloaded, vanilla
 from operands import normal, operands
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
-ADDED = {"phase": FORMS, "slowed": RULES, "repeats": TASKS}
+ADDED = {"phase": FORMS, "slowed": RULES, "repeats": TASKS, "echo": TRAINED_TASKS}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -140,6 +141,17 @@ def test_the_task_is_a_command_a_section_of_studies_and_of_the_report(
     assert main(["report", str(results), "--output", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
     assert "Repeated tokens" in page and f"{cell['repeated']:.2f}" in page
+
+
+def test_the_task_is_trained_on_by_its_share(text_folder, tokenizer):
+    settings = {"data__block_length": 33, "training__global_batch_size": 8}
+    recipe = runs.recipe(text_folder, data__tasks="{echo: 0.4}", **settings)
+    (stage,) = runs.data_of(recipe, tokenizer).stages
+    echoes = [block for block in stage if (block["shift_labels"] == -100).any()]
+    assert abs(len(echoes) / len(stage) - 0.4) < 0.05
+    for block in echoes:  # of 34 tokens, of which the second half repeats the first
+        targets = block["shift_labels"]
+        assert (targets[:16] == -100).all() and (targets[16:] == block["input_ids"][:17]).all()
 
 
 def test_the_family_is_converted_saved_and_loaded(tmp_path):

@@ -45,7 +45,6 @@ LABORATORY = {
     "recipe": {*LOOSE, "data", "recipe_sections"},
     "training": {*LOOSE, "folders", "data", "generation", "recipe", "recipe_sections"},
     "evaluation": {*LOOSE, "data", "generation"},
-    "analysis": {*LOOSE, "data", "evaluation"},
     "export": {*LOOSE, "folders", "data", "evaluation"},
     "studies": {
         *LOOSE, "cluster", "processes", "folders", "data", "recipe", "training", "evaluation",
@@ -53,7 +52,7 @@ LABORATORY = {
     },
     "cli": {
         *LOOSE, "generation", "folders", "data", "recipe", "training",
-        "evaluation", "analysis", "export", "report", "studies",
+        "evaluation", "export", "report", "studies",
     },
 }  # fmt: skip
 OUTSIDE = {

@@ -1,4 +1,4 @@
-"""The laboratory: training, evaluation, analysis, studies, reports, and the command coca."""
+"""The laboratory: training, evaluation, studies, reports, and the command coca."""
 
 
 def main() -> int:

@@ -12,6 +12,7 @@ from coca_lab.options import checked, read_settings
 from coca_lab.recipe_sections import (
     BASELINES,
     OWN,
+    PASSKEY,
     POSITIONS,
     SCHEDULE,
     SIZES,
@@ -233,6 +234,8 @@ def _check_sizes(model: ModelRecipe) -> None:
 
 
 def _check_data(data: DataRecipe) -> None:
+    if PASSKEY in data.tasks:
+        raise UserError("passkeys have a field of their own: set data.passkey_share")
     shares = data.task_shares
     if sum(shares.values()) >= 1:
         raise UserError(

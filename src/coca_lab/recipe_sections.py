@@ -139,9 +139,9 @@ class DataRecipe(SourceSettings):
     """Training length in tokens."""
     passkey_share: PartialShare = 0.0
     """Share of the blocks that are passkey texts with answers. Each has a different key."""
-    tasks: Annotated[dict[Literal["recall"], TaskShare], Field()] = field(default_factory=dict)
-    """Shares of the blocks with texts of further tasks, such as {recall: 0.3}: associative recall
-    of random tokens, of which the answers alone are trained."""
+    tasks: Annotated[dict[str, TaskShare], Field()] = field(default_factory=dict)
+    """Shares of the blocks with texts of further tasks, such as {recall: 0.3}, by the names that
+    modules in COCA_IMPORT register."""
     separate_documents: bool = False
     """Whether documents in the same block are separated: attention does not cross document
     boundaries, and positions restart in each document."""

@@ -250,8 +250,9 @@ CASES = {
                                     p.file("<!doctype html>", ".html")], "no page of coca report"),
     "results over a model": (perplexity("--output", "llama-rope/config.json"),
                              "config.json is there and no result file"),
-    "angles over a list": (lambda p: ["analyze", p.model, "--output", p.file("[]", ".json")],
-                           "is there and no result file"),
+    "results over a list": (lambda p: [*perplexity()(p), "--output", p.file("[]", ".json")],
+                            "is there and no result file"),
+    "command of before": (lambda p: ["analyze", p.model], "coca analyze is gone: angles"),
     # Of two mistakes, the one that is told is the one that was looked for first.
     "target": (lambda p: ["extend", p.new(), "/proc/x"], "/proc/x cannot be written"),
     "target of an export": (lambda p: ["export", p.new(), "/proc/x"], "/proc/x cannot be written"),

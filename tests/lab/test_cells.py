@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from coca_lab.evaluation.recall import RecallSettings
 from pydantic import ValidationError
 
 from coca_lab.cells import CELLS, cell_type
 from coca_lab.evaluation import TASKS
 from coca_lab.evaluation.needles import NeedleSettings
 from coca_lab.evaluation.perplexity import PerplexitySettings
-from coca_lab.evaluation.recall import RecallSettings
 from coca_lab.evaluation.retrieval import PasskeySettings, RulerSettings
 from coca_lab.evaluation.task import Model, Task, at_once, evaluate
 from conftest import tiny_model

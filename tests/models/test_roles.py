@@ -1,7 +1,5 @@
 """Layers with roles, free pairs, pairs that do not turn, and the temperature, in models."""
 
-import math
-from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -14,8 +12,6 @@ from coca_attention.models import Roles, layer_pass, set_rotary_scaling
 from coca_attention.models.configuration import rotation
 from coca_attention.ops import attend
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
-from coca_lab.analysis import AnalysisSettings, analyze, collect_layers
-from coca_lab.analysis.scores import score_rows
 from families import (
     FAMILIES,
     VARIED,
@@ -82,37 +78,6 @@ def test_a_boolean_mask_hides_alike_in_every_implementation():
     eager = logits(model, ids, attention_mask=mask)
     assert difference(eager, fused) < 1e-12
     assert difference(eager[:, 9:], logits(model, ids)[:, 9:]) > 1e-3
-
-
-def test_analysis_looks_at_layers_with_pairs_that_turn():
-    model = with_roles().float()
-    text = some_tokens(model, batch=1, length=30)
-    settings = AnalysisSettings(pairs=16, pairs_per_distance=4, shifts=[3])
-    (layer,) = analyze(model, text, settings)["layers"]
-    assert (layer["layer"], layer["window"], layer["form"]) == (0, WINDOW, "strict")
-    assert layer["shifts"][0]["score_change"] < 1e-5
-    result = analyze(with_roles(free={LOCAL: 4}).float(), text, settings)
-    (layer,) = result["layers"]
-    assert (layer["layer"], layer["form"], result["form"]) == (0, "vanilla", "vanilla")
-    assert layer["angles"]["largest"] > 1
-    with pytest.raises(ValueError, match="no layer has pairs that turn"):
-        analyze(with_roles(kinds=(GLOBAL, GLOBAL)).float(), text, settings)
-
-
-@pytest.mark.parametrize("family", VARIED)
-def test_a_layer_of_free_pairs_is_analysed_as_a_rotary_one(family):
-    """Its captured queries and keys give the scores of the vanilla model it was converted from."""
-    original = vanilla(family).double()
-    ids, rows = some_tokens(original, batch=1, length=12), torch.arange(12)
-    expected = [score_rows(heads, rows) for heads in collect_layers(original, ids)]
-    found = collect_layers(convert(original, "strict", free_pairs=4), ids)
-    assert [heads.form for heads in found] == ["vanilla"] * 2
-    # Transformers' own cos and sin, of float32, reach the second layer's inputs.
-    for heads, scores, atol in zip(found, expected, (1e-12, 1e-5), strict=True):
-        torch.testing.assert_close(score_rows(heads, rows), scores, rtol=1e-12, atol=atol)
-    hot = replace(found[0], rotation=replace(found[0].rotation, temperature=7))
-    factor = ((rows + 1).clamp(max=hot.window or 12).double() + 1).log() / math.log(8)
-    torch.testing.assert_close(score_rows(hot, rows), expected[0] * factor[:, None])
 
 
 @pytest.mark.parametrize("family", [*VARIED, "Qwen3"])

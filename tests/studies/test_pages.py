@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")
 @pytest.mark.parametrize(
-    "module", ["extension", "native", "recall", "retrieval_tables", "smollm2.table", "verdict.rule"]
+    "module",
+    ["extension", "native", "recall.tables", "retrieval_tables", "smollm2.table", "verdict.rule"],
 )
 def test_a_page_has_the_tables_of_its_results(module, tmp_path, monkeypatch):
     folder = Path("results", module.split(".")[0].removesuffix("_tables"))

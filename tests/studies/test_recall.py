@@ -8,7 +8,7 @@ import studies.verdict  # noqa: F401 (registers baseline_llama)
 from coca_attention.errors import UserError
 from coca_lab.studies import load_study
 from coca_lab.training.model import model_config
-from studies import recall
+from studies.recall import tables as recall
 
 
 def write(path, trials, failures=()):

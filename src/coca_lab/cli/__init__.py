@@ -28,7 +28,6 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "evaluate": {
         "eval": ("evaluation", "Evaluate a model on one task; coca study does so for many."),
-        "analyze": ("evaluation", "Measure angles of queries and keys, or where attention goes."),
     },
     "extend, convert and serve": {
         "extend": ("models", "Let a model read longer texts, without training."),
@@ -157,7 +156,10 @@ def choose(program: str, words: list[str], groups: Mapping[str, Mapping[str, str
         return words[0]
     if words and words[0] not in ("-h", "--help"):
         from coca_attention.errors import UserError, did_you_mean
+        from coca_lab.old_names import GONE
 
+        if f"{program} {words[0]}" in GONE:
+            raise UserError(f"{program} {words[0]}: {GONE[f'{program} {words[0]}']}")
         raise UserError(
             f"{program} has no command {words[0]!r}"
             + did_you_mean(words[0], known, f"; choose one of {', '.join(known)}")

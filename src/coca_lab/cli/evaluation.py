@@ -1,11 +1,10 @@
-"""Commands that evaluate models: one task, an analysis or a study."""
+"""Commands that evaluate models: one task or a study."""
 
 import re
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from coca_lab.analysis.task import ANALYSIS
 from coca_lab.cli.console import ProgressBar, print_table
 from coca_lab.engine import Engine
 from coca_lab.evaluation import TASKS, Task
@@ -21,11 +20,6 @@ from coca_lab.store import Store
 def eval_command(name: str, path: str, *settings: Any) -> None:
     """Evaluate a model on one task, by its name; ``settings`` as for `run_task`."""
     run_task(TASKS[name], path, *settings)
-
-
-def analyze_command(path: str, *settings: Any) -> None:
-    """Measure angles of queries and keys."""
-    run_task(ANALYSIS, path, *settings)
 
 
 def run_task(

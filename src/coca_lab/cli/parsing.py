@@ -25,7 +25,7 @@ from coca_lab.settings.commands import (
     ReportSettings,
     ServeSettings,
 )
-from coca_lab.settings.evaluations import ANALYSIS_OPTIONS, TASK_OPTIONS
+from coca_lab.settings.evaluations import TASK_OPTIONS
 from coca_lab.settings.studies import StudySettings
 
 POSITIONALS = {
@@ -167,7 +167,7 @@ def _options(name: str) -> Options:
     """The options of a command without a file."""
     if name in OPTIONS:
         return OPTIONS[name]
-    task = ANALYSIS_OPTIONS if name == "analyze" else TASK_OPTIONS[name.removeprefix("eval ")]
+    task = TASK_OPTIONS[name.removeprefix("eval ")]
     settings = (task.settings, ReadingSettings if task.scaled else LoadingSettings)
     if task.prompts:  # --model is what a server calls it
         return Options(("folder",), (*settings, EndpointSettings))

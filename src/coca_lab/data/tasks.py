@@ -1,13 +1,8 @@
-"""Texts of synthetic tasks: passkeys and associative recall, of an exact length in tokens.
+"""Texts of passkeys, of an exact length in tokens, and the table of tasks that are trained on.
 
 Passkeys (CoCA paper, App. B.1, Listing 1; arXiv 2305.16300): a key of five digits is hidden in a
 repeated filler, and the question comes last. Training recipes mix passkeys in and ask for them in
 validation; evaluation tasks ask for them. RULER's tasks are in `coca_lab.data.ruler`.
-
-Recall with many queries (MQAR; Zoology, arXiv 2312.04927) is in random tokens: a text begins with
-pairs of a key and a value, and asks for every key once more, at places spread evenly over the rest;
-the token after a query is its value. Zoology's default crowds queries behind the pairs (its
-``power_a`` 0.01), which flatters attention that decays; here every place is as likely (1.0).
 """
 
 import re
@@ -20,6 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from coca_attention.errors import UserError
+from coca_lab.data.text import end_of_text
 
 PASSKEY_INTRODUCTION = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -32,8 +28,6 @@ KEY_LINE = "The passkey is {key}. Remeber it. {key} is the passkey.\n"  # spelt 
 PASSKEY_QUESTION = "What is the passkey?"
 PASSKEY_ANSWER = " The passkey is {key}."
 NUMBER = r"\d+"
-FEWEST_PAIRS, MOST_PAIRS = 4, 32
-"""Pairs of a training text."""
 
 Encode = Callable[[str], list[int]]
 
@@ -139,8 +133,26 @@ def vocabulary_text() -> str:
     return text.format(key=1234567890) * 1000
 
 
+@dataclass(frozen=True)
+class Block:
+    """Tokens to train on."""
+
+    ids: np.ndarray  # (length,), int64
+    trained: np.ndarray | None = None  # (length,), bool: the tokens that are targets; None: all
+
+
+Blocks = Callable[[int, Sequence[int]], Block]
+"""From a length in tokens and a seed to a block, always the same one."""
+
+
+def passkey_blocks(tokenizer: PreTrainedTokenizerBase) -> Blocks:
+    """Blocks of passkey texts with answers, the last one truncated."""
+    encode, end = encoder(tokenizer), end_of_text(tokenizer)
+    return lambda length, seed: Block(passkey_block(encode, end, length, seed))
+
+
 def passkey_block(encode: Encode, end: int, length: int, seed: Sequence[int]) -> np.ndarray:
-    """A training block (length,), int64: passkey texts with answers, the last one truncated."""
+    """A training block (length,), int64; UserError if no text fits into it."""
     # Lengths are random, so that the question occurs at any position. Otherwise a model whose
     # attention depends on absolute positions (CoCA's slack form) learns to answer at one position
     # only, and fails one token off.
@@ -162,67 +174,20 @@ def passkey_block(encode: Encode, end: int, length: int, seed: Sequence[int]) ->
     return np.array(block[:length], dtype=np.int64)
 
 
-# Associative recall
+# Tasks that are trained on
+
+TRAINED_TASKS: dict[str, Callable[[PreTrainedTokenizerBase], Blocks]] = {"passkey": passkey_blocks}
+"""By name; `data.tasks` of a recipe mixes them in, and `data.passkey_share` the passkeys."""
 
 
-@dataclass(frozen=True)
-class RecallText:
-    """A text, the places of the values that follow a query, and how far they are from the pairs."""
+def register_blocks(name: str, blocks: Callable[[PreTrainedTokenizerBase], Blocks]) -> None:
+    """Add a task to train on, ``data.tasks: {NAME: share}``; UserError if its name is taken.
 
-    ids: np.ndarray  # (length,), int64
-    answers: np.ndarray  # (pairs,), in the order of the text
-    distances: np.ndarray  # (pairs,)
-
-
-def recall_text(
-    vocabulary: Sequence[int] | np.ndarray, pairs: int, length: int, generator: np.random.Generator
-) -> RecallText:
-    """A text of exactly ``length`` tokens that asks for every pair once."""
-    # Keys are drawn from the first half of the vocabulary, without repetition, values from the
-    # second; other tokens from all but the keys of the text.
-    half = len(vocabulary) // 2
-    if pairs < 1 or length < 4 * pairs or half < pairs:
-        raise UserError(
-            f"a recall text with {pairs} pairs needs at least {max(4 * pairs, 4)} tokens and a "
-            f"vocabulary of {2 * max(pairs, 1)}; got {length} and {len(vocabulary)}"
-        )
-    vocabulary = np.asarray(vocabulary, dtype=np.int64)
-    keys = generator.choice(half, pairs, replace=False)
-    values = generator.integers(half, len(vocabulary), pairs)
-    others = np.delete(np.arange(len(vocabulary)), keys)
-    ids = others[generator.integers(len(others), size=length)]
-    ids[0 : 2 * pairs : 2], ids[1 : 2 * pairs : 2] = keys, values
-    # Where the query of every pair stands, in steps of two tokens from the end of the text.
-    places = length - 2 - 2 * generator.choice((length - 2 * pairs) // 2, pairs, replace=False)
-    ids[places], ids[places + 1] = keys, values
-    order = np.argsort(places)
-    answers = places[order] + 1
-    return RecallText(vocabulary[ids], answers, answers - (2 * order + 1))
-
-
-def recall_block(
-    vocabulary: Sequence[int] | np.ndarray, end: int, length: int, seed: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Recall texts of random lengths and loads, (length,) int64, and whether each is an answer."""
-    generator = np.random.default_rng(list(seed))
-    block, is_answer = np.full(length, end, dtype=np.int64), np.zeros(length, dtype=bool)
-    start, shortest = 0, 4 * FEWEST_PAIRS
-    if length < shortest:
-        raise UserError(
-            f"a recall text takes at least {shortest} tokens, and a block has {length}: choose a "
-            f"block_length of at least {shortest}"
-        )
-    while length - start >= shortest:
-        size = int(generator.integers(shortest, length - start + 1))
-        pairs = int(generator.integers(FEWEST_PAIRS, min(MOST_PAIRS, size // 4) + 1))
-        text = recall_text(vocabulary, pairs, size, generator)
-        block[start : start + size] = text.ids
-        is_answer[start + text.answers] = True
-        start += size + 1
-    return block, is_answer
-
-
-def recall_vocabulary(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens of recall texts: all but the special ones."""
-    special = set(tokenizer.all_special_ids)
-    return [index for index in range(len(tokenizer)) if index not in special]
+    Args:
+        name: Its name in recipes.
+        blocks: From the tokenizer of a run to `Blocks`, which raise UserError for a length into
+            which no text fits.
+    """
+    if name in TRAINED_TASKS:
+        raise UserError(f"there is already a task to train on named {name!r}")
+    TRAINED_TASKS[name] = blocks

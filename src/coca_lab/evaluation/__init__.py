@@ -8,14 +8,12 @@ A new task is a file with a `Task`, its entry in `TASKS` here, what its cells ho
 from coca_attention.errors import UserError
 from coca_lab.evaluation.needles import NEEDLES_TASK
 from coca_lab.evaluation.perplexity import PERPLEXITY_TASK
-from coca_lab.evaluation.recall import RECALL_TASK
 from coca_lab.evaluation.retrieval import PASSKEY_TASK, RULER_TASK
 from coca_lab.evaluation.task import Cell, MethodSettings, Model, Task, evaluate, open_model
 from coca_lab.settings.evaluations import TASK_OPTIONS, TaskOptions
 
 TASKS: dict[str, Task] = {
-    task.name: task
-    for task in (PERPLEXITY_TASK, NEEDLES_TASK, PASSKEY_TASK, RULER_TASK, RECALL_TASK)
+    task.name: task for task in (PERPLEXITY_TASK, NEEDLES_TASK, PASSKEY_TASK, RULER_TASK)
 }
 """Tasks by name: ``coca eval NAME`` and the sections of a study."""
 

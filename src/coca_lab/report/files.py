@@ -146,7 +146,7 @@ def _files(path: Path) -> list[Path]:
     if not found:
         raise UserError(
             f"{path}: this folder has neither results.json nor training.json nor other result "
-            "files; give what coca train, eval, analyze or study has written"
+            "files; give what coca train, eval or study has written"
         )
     return found
 

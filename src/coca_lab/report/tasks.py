@@ -9,7 +9,6 @@ from typing import Any
 import pandas as pd
 
 from coca_lab.cells import (
-    CELLS,
     CheckedCell,
     Content,
     Harness,
@@ -29,7 +28,6 @@ from coca_lab.intervals import (
     perplexity_interval,
     wilson_interval,
 )
-from coca_lab.report.angles import AngleCell, angle_sections
 from coca_lab.report.charts import Frame
 from coca_lab.report.files import ResultFile, parsed, read_as
 from coca_lab.report.groups import Cells, comparable
@@ -341,10 +339,8 @@ REPORTS: dict[str, TaskReport] = {
     "ruler": TaskReport(ruler_sections, "RULER"),
     "recall": TaskReport(recall_sections, "Associative recall"),
     "harness": TaskReport(harness_sections, "Short context"),
-    "angles": TaskReport(angle_sections, "Angles between queries and keys"),
 }
 """By the field ``task`` of a cell, in the order of the page."""
-CELLS["angles"] = AngleCell
 
 
 def by_task(contents: Sequence[ResultFile]) -> Tasks:

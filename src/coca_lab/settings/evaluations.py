@@ -145,35 +145,6 @@ class RulerSettings(SourceSettings, PromptSettings):
 
 
 @dataclass
-class RecallSettings:
-    """Which texts are read."""
-
-    lengths: Annotated[list[PositiveInt], Field(min_length=1)] = field(
-        default_factory=lambda: [64, 256, 1024]
-    )
-    """Tokens of a text."""
-    pairs: Annotated[list[PositiveInt], Field(min_length=1)] = field(
-        default_factory=lambda: [4, 8, 16]
-    )
-    """Pairs of a text, each asked for once; those that do not fit into a length, at four tokens a
-    pair, are left out there."""
-    samples: PositiveInt = 32
-    """Texts of each length and number of pairs."""
-    seed: NonNegativeInt = 0
-    """Random seed of the texts."""
-    batch_tokens: PositiveInt = 8192
-    """Tokens per batch; a batch has at least one text."""
-
-    def __post_init__(self) -> None:
-        fewest = 4 * min(self.pairs)
-        if min(self.lengths) < fewest:
-            raise UserError(
-                f"texts of {min(self.lengths)} tokens have no room for {fewest // 4} pairs, which "
-                f"take {fewest}: use longer texts, or fewer pairs"
-            )
-
-
-@dataclass
 class NeedleSettings(TextSettings):
     """In which text numbers are hidden, and how many."""
 
@@ -187,38 +158,6 @@ class NeedleSettings(TextSettings):
     """Distance in tokens up to which a number counts as near; by default the training length."""
     seed: NonNegativeInt = 0
     """Random seed of the numbers and their places."""
-
-
-@dataclass
-class AnalysisSettings:
-    """Settings of the analysis."""
-
-    max_documents: PositiveInt = 8
-    """Maximum number of documents to read."""
-    max_tokens: AtLeastTwo | None = None
-    """Truncate documents to this many tokens; default: the training length, at most 2,048."""
-    lengths: list[AtLeastTwo] = field(default_factory=list)
-    """Text lengths in tokens at which to count anomalous tokens and borders; default: 1, 4 and 16
-    times the training length."""
-    pairs: PositiveInt = 1024
-    """(query, key) pairs sampled from every document for the angles."""
-    pairs_per_distance: PositiveInt = 64
-    """(query, key) pairs sampled from every document at each distance 1, 2, 4, … for the bounds."""
-    bins: AtLeastTwo = 36
-    """Number of bins of the angle histograms."""
-    shifts: list[PositiveInt] = field(default_factory=lambda: [1, 16, 256, 4096])
-    """Shifts of all positions to compare, in tokens; may be empty."""
-    shift_queries: PositiveInt = 16
-    """Queries sampled from every document for comparing scores under a shift."""
-    judged: PositiveInt = 128
-    """Positions sampled from every document for comparing predictions under a shift."""
-    seed: NonNegativeInt = 0
-    """Random seed."""
-
-
-@dataclass
-class AnalyzeSettings(AnalysisSettings, SourceSettings):
-    """Which text to read, and what to measure."""
 
 
 @dataclass(frozen=True)
@@ -253,13 +192,5 @@ TASK_OPTIONS = {
     "ruler": TaskOptions(
         "RULER's tasks: needles, chains of variables, frequent words.", RulerSettings, prompts=True
     ),
-    "recall": TaskOptions(
-        "Associative recall: does a model know the values of the keys it has read?", RecallSettings
-    ),
 }
 """Of the tasks of ``coca eval`` by their names, those that are registered included."""
-ANALYSIS_OPTIONS = TaskOptions(
-    "Angles between queries and keys, border crossings, and bounds on the scores.",
-    AnalyzeSettings,
-    scaled=False,
-)

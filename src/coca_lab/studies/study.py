@@ -13,6 +13,7 @@ from coca_attention.errors import UserError, error_prefix
 from coca_attention.models.conversion import Conversion
 from coca_lab.evaluation import TASKS
 from coca_lab.evaluation.task import Cell
+from coca_lab.old_names import RECALL
 from coca_lab.options import checked, option_words, read_settings
 from coca_lab.settings.sources import SourceSettings
 from coca_lab.settings.studies import Options, StudySettings
@@ -198,7 +199,12 @@ def load_study(name: str | Path, words: Sequence[str] = ()) -> Study:
     """
     options, rest = _recipe_words(words)
     sections: Any = {"kind": "study", "program": "coca study", "sections": _task_sections()}
-    study = read_settings(Study, name, rest, **sections)
+    try:
+        study = read_settings(Study, name, rest, **sections)
+    except UserError as error:
+        if "recall: there is no such field" in str(error):
+            raise UserError(f"{error}; {RECALL}") from error
+        raise
     seeds = {"seeds" for word in rest if word.partition("=")[0] == "--seeds"}
     for each in (*study.models.values(), *study.sizes.values()):
         for option in (seeds | options.keys()) & each.keys():

@@ -15,13 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from coca_attention.errors import UserError, error_prefix
 from coca_lab.data.documents import DataError, Document, documents_of, text_fingerprint
-from coca_lab.data.tasks import (
-    encoder,
-    passkey_block,
-    recall_block,
-    recall_vocabulary,
-    vocabulary_text,
-)
+from coca_lab.data.tasks import TRAINED_TASKS, vocabulary_text
 from coca_lab.data.text import (
     TOKENIZER_CHARACTERS,
     end_of_text,
@@ -32,6 +26,7 @@ from coca_lab.data.text import (
 )
 from coca_lab.files import writing
 from coca_lab.fingerprints import fingerprint, model_fingerprint
+from coca_lab.old_names import RECALL
 from coca_lab.recipe import TEXT, Recipe
 from coca_lab.recipe_sections import VALIDATION
 from coca_lab.training.folder import TOKENIZER, Digest
@@ -43,9 +38,16 @@ log = logging.getLogger(__name__)
 def inputs_of(recipe: Recipe, start: str = "") -> dict[str, str]:
     """Fingerprints of the texts and models that a recipe names, by what they are.
 
-    That of the start may be given, for one that is yet to be trained. UserError if one is missing.
+    That of the start may be given, for one that is yet to be trained. UserError if one is missing,
+    or a task that it trains on.
     """
     data, model, inputs = recipe.data, recipe.model, dict[str, str]()
+    for task in data.tasks:
+        if task not in TRAINED_TASKS:
+            raise UserError(
+                f"data.tasks: there is no task {task!r} to train on; name the module that "
+                f"registers it in COCA_IMPORT ({RECALL})"
+            )
     for text in recipe.texts:
         if text.what not in inputs:
             with error_prefix(text.where):
@@ -161,8 +163,9 @@ def load_data(recipe: Recipe, inputs: Mapping[str, str], output: Path) -> Traini
         largest = max(largest, int(tokens.max()))
         digest = sha256(tokens.data).hexdigest()
         digests[text.name] = {"tokens": len(tokens), "sha256": digest}
-    if "recall" in shares:
-        largest = max(largest, *recall_vocabulary(tokenizer))
+    if data.tasks:  # whose texts may have any token that is not special
+        special = set(tokenizer.all_special_ids)
+        largest = max(largest, *(x for x in range(len(tokenizer)) if x not in special))
     stages, epochs = _in_order(recipe, tokenizer, blocks, read)
     return TrainingData(tokenizer, stages, validation, retrieval, digests, epochs, largest)
 
@@ -206,8 +209,7 @@ class BlockDataset(Dataset):
 class TaskBlocks(Dataset):
     """Blocks of a task's texts, made when they are read; UserError if none fits into a block."""
 
-    # task: passkey, or recall, of which the answers alone are trained. The seed and the number of a
-    # block determine it.
+    # The seed and the number of a block determine it.
     def __init__(
         self,
         task: str,
@@ -218,23 +220,19 @@ class TaskBlocks(Dataset):
         separate: bool = False,
     ) -> None:
         self.length, self.count, self.seed = length, count, seed
-        self.eos = end_of_text(tokenizer)
-        self.end = self.eos if separate else None
-        self.encode = encoder(tokenizer) if task == "passkey" else None
-        self.vocabulary = recall_vocabulary(tokenizer)
+        self.end = end_of_text(tokenizer) if separate else None
+        self.blocks = TRAINED_TASKS[task](tokenizer)
         self[0]
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        size, seed = self.length + 1, (self.seed, index)
-        if self.encode is not None:
-            return _item(passkey_block(self.encode, self.eos, size, seed), self.end)
-        block, is_answer = recall_block(self.vocabulary, self.eos, size, seed)
-        item = _item(block, self.end)
-        ignored = ~torch.from_numpy(is_answer[1:])
-        item["shift_labels"] = item["shift_labels"].masked_fill(ignored, -100)
+        block = self.blocks(self.length + 1, (self.seed, index))
+        item = _item(block.ids, self.end)
+        if block.trained is not None:
+            ignored = ~torch.from_numpy(block.trained[1:])
+            item["shift_labels"] = item["shift_labels"].masked_fill(ignored, -100)
         return item
 
 

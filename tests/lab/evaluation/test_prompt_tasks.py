@@ -1,4 +1,4 @@
-"""Prompts with passkeys and of RULER's tasks, models whose answers are known, and recall."""
+"""Prompts with passkeys and of RULER's tasks, and models whose answers are known."""
 
 import json
 import logging
@@ -34,10 +34,8 @@ from coca_lab.evaluation.retrieval import PASSKEY_TASK, RULER_TASK, PasskeySetti
 from coca_lab.generation import greedy_answers
 from coca_lab.options import checked
 from coca_lab.recipe import Recipe
-from coca_lab.studies import load_study, run_study
 from coca_lab.training.retrieval import load_retrieval
 from coca_lab.training.texts import TaskBlocks
-from commands import run
 from conftest import tiny_model
 
 
@@ -268,27 +266,3 @@ def test_training_blocks_hold_questions_answers_and_ends_at_any_place(words):
     assert np.array_equal(again[:-1], blocks[7]["input_ids"])
     with pytest.raises(ValueError, match="choose a block_length of at least"):
         TaskBlocks("passkey", words, 60, 5, 0)
-
-
-def test_recall_is_measured_by_length_and_pairs(capsys, model_folder, tmp_path):
-    words = ["eval", "recall", model_folder, "--output", tmp_path / "r.json", "--samples=3"]
-    code, said, error = run(capsys, *words, "--lengths=20,40", "--pairs=4,8", "--name=tiny")
-    assert code == 0, error
-    cells = json.loads((tmp_path / "r.json").read_text())["results"]
-    assert [(c["length"], c["pairs"], c["asked"]) for c in cells] == [
-        (20, 4, 12), (40, 4, 12), (40, 8, 24)
-    ]  # fmt: skip
-    for cell in cells:
-        assert cell["right"] == sum(right for _, right in cell["octaves"].values())
-        assert cell["accuracy"] == cell["right"] / cell["asked"]
-    assert said.count("share of questions answered at") == 2 and "tiny" in said
-    assert "8 pairs" in said
-    # The same as a section of a study.
-    section = "recall: {lengths: [20, 40], pairs: [4, 8], samples: 3}"
-    (tmp_path / "study.yaml").write_text(f"models: {{tiny: {model_folder}}}\n{section}")
-    results = run_study(load_study(tmp_path / "study.yaml"), tmp_path / "study")
-    for cell, same in zip(json.loads(results.read_text())["results"], cells, strict=True):
-        assert cell | same | {"seconds": cell["seconds"]} == cell
-    assert "questions answered" in (tmp_path / "study" / "report.html").read_text()
-    code, _, error = run(capsys, *words, "--lengths=15,40", "--pairs=4,8")
-    assert code == 2 and "texts of 15 tokens have no room for 4 pairs, which take 16" in error

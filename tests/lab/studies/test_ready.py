@@ -9,8 +9,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from coca_lab.analysis import task as analyses
-from coca_lab.cli import main
 from coca_lab.evaluation.plan import open_models
 from coca_lab.store import Store
 from coca_lab.studies import load_study, run_study, running
@@ -138,30 +136,6 @@ def test_killed_in_the_middle_it_continues(small, finished, tmp_path, monkeypatc
     assert results(wanted, tmp_path) == finished[1]
     with Store(tmp_path / "values.sqlite") as store:
         assert len(store) == before + len(again)  # nothing twice
-
-
-def test_an_analysis_continues_where_it_ended(model_folder, text_folder, tmp_path, monkeypatch):
-    read, indices = analyses.read_document, []
-
-    def read_document(model, document, index, *rest):
-        indices.append(index)
-        if len(indices) == 2:
-            raise KeyboardInterrupt
-        return read(model, document, index, *rest)
-
-    monkeypatch.setattr(analyses, "read_document", read_document)
-    words = ["analyze", str(model_folder), "--source", str(text_folder), "--max-documents=3"]
-    words += ["--pairs=64", "--shifts=[1]", "--output"]
-    assert main([*words, str(tmp_path / "broken.json")]) == 130
-    assert main([*words, str(tmp_path / "broken.json")]) == 0 and indices == [0, 1, 1, 2]
-    assert main([*words, str(tmp_path / "alone.json")]) == 0
-    broken, alone = (
-        json.loads((tmp_path / file).read_text())["results"][0] | {"seconds": None}
-        for file in ("broken.json", "alone.json")
-    )
-    assert broken == alone
-    del indices[:]  # what is finished is not read again
-    assert main([*words, str(tmp_path / "alone.json")]) == 0 and not indices
 
 
 def test_texts_are_shared_by_models_that_encode_and_end_them_alike(small, model_folder, tmp_path):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+import studies.recall  # noqa: F401 (registers the task, as COCA_IMPORT does)
 from coca_attention.errors import UserError
 from coca_lab.cli import main
 from coca_lab.cli.recipes import purpose

@@ -138,7 +138,7 @@ INVALID = [
     ("data.source=x.npy data.held_out=0", "x.npy has token ids, which need data.tokenizer"),
     ("data.source=x.npy data.tokenizer=t", "x.npy has token ids, .* set data.held_out to 0"),
     ("data.source=x.npy model.start=m", "set data.held_out to 0"),
-    ("data.tasks={recal:0.1}", r"--data\.tasks: .*must be 'recall', got .*'recal'"),
+    ("data.tasks={passkey:0.1}", "passkeys have a field of their own: set data.passkey_share"),
     ("data.tasks={recall:0.6} data.passkey_share=0.5", "must sum to less than 1"),
     ("data.mixture={a:{source:x,weight:0.95}}", r"data\.mixture needs .* sum to 1, got 0\.95"),
     ("data.mixture={a:{weight:1}}", r"data\.mixture\.a\.source is missing"),

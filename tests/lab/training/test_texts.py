@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 import runs
 from coca_attention.errors import UserError
 from coca_lab.data import DataError, SourceSettings, tokenise
-from coca_lab.data.tasks import recall_block, recall_vocabulary
 from coca_lab.training import BlockDataset
 from coca_lab.training.model import check_separable
 from coca_lab.training.texts import (
@@ -84,13 +83,6 @@ def test_a_mixture_has_the_shares_of_its_recipe(sources, tokenizer):
     text, code, _ = map(len, found.dataset.datasets)
     assert data.epochs == {"text": 90 / text, "code": 30 / code, "passkey": 1.0}
     assert list(data.epochs)[:2] == list(data.fingerprint) == ["text", "code"]
-
-
-def test_recall_takes_its_share_of_the_blocks_of_a_text(text_folder, tokenizer):
-    tasks = {"data__source": text_folder, "data__tasks": "{recall: 0.4}"}
-    blocks = runs.data_of(recipe(**tasks, data__block_length=32), tokenizer).stages[0]
-    masked = [bool((blocks[i]["shift_labels"] == -100).any()) for i in range(len(blocks))]
-    assert abs(np.mean(masked) - 0.4) < 0.02
 
 
 def test_a_stream_in_a_mixture_is_read_as_far_as_its_share_needs(sources, tokenizer, tmp_path):
@@ -211,17 +203,6 @@ def test_a_model_that_does_not_keep_documents_apart_is_rejected():
 
 
 # Blocks and orders
-
-
-def test_answers_alone_are_trained(tokenizer):
-    item = TaskBlocks("recall", tokenizer, 64, 3, 5)[1]
-    vocabulary = recall_vocabulary(tokenizer)
-    block, answers = recall_block(vocabulary, tokenizer.eos_token_id, 65, (5, 1))
-    assert item["input_ids"].tolist() == block[:-1].tolist()
-    targets = item["shift_labels"]
-    assert targets[targets != -100].tolist() == block[answers].tolist()
-    assert ((targets != -100).numpy() == answers[1:]).all()
-    assert tokenizer.eos_token_id not in vocabulary
 
 
 @given(tokens=st.integers(2, 200), length=st.integers(1, 20))

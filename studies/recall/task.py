@@ -1,17 +1,50 @@
 """Associative recall of random tokens (MQAR): pairs of keys and values, and questions for all."""
 
+from dataclasses import dataclass, field
 from itertools import product
+from typing import Annotated
 
 import numpy as np
 import torch
+from pydantic import Field, NonNegativeInt, PositiveInt
 from torch.utils.data import BatchSampler
 from transformers import PreTrainedModel
 
-from coca_lab.data.tasks import recall_text, recall_vocabulary
+from coca_attention.errors import UserError
 from coca_lab.engine import Item
 from coca_lab.evaluation.task import Cell, Measurement, MethodSettings, Model, Task
 from coca_lab.intervals import wilson_interval
-from coca_lab.settings.evaluations import TASK_OPTIONS, RecallSettings
+from studies.recall.texts import recall_text, recall_vocabulary
+
+
+@dataclass
+class RecallSettings:
+    """Which texts are read."""
+
+    lengths: Annotated[list[PositiveInt], Field(min_length=1)] = field(
+        default_factory=lambda: [64, 256, 1024]
+    )
+    """Tokens of a text."""
+    pairs: Annotated[list[PositiveInt], Field(min_length=1)] = field(
+        default_factory=lambda: [4, 8, 16]
+    )
+    """Pairs of a text, each asked for once; those that do not fit into a length, at four tokens a
+    pair, are left out there."""
+    samples: PositiveInt = 32
+    """Texts of each length and number of pairs."""
+    seed: NonNegativeInt = 0
+    """Random seed of the texts."""
+    batch_tokens: PositiveInt = 8192
+    """Tokens per batch; a batch has at least one text."""
+
+    def __post_init__(self) -> None:
+        fewest = 4 * min(self.pairs)
+        if min(self.lengths) < fewest:
+            raise UserError(
+                f"texts of {min(self.lengths)} tokens have no room for {fewest // 4} pairs, which "
+                f"take {fewest}: use longer texts, or fewer pairs"
+            )
+
 
 Octaves = dict[str, list[int]]
 """Answers asked for and right ones, by octave of the distance from the pair: 32 is 32 to 63."""
@@ -79,7 +112,7 @@ def _measure_cell(
 
 RECALL_TASK = Task(
     "recall",
-    TASK_OPTIONS["recall"].summary,
+    "Associative recall: does a model know the values of the keys it has read?",
     RecallSettings,
     measure=measure_recall,
 )

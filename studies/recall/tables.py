@@ -1,6 +1,6 @@
 """The tables of results/recall, from what `coca study recall` has measured.
 
-PYTHONPATH=src:. python -m studies.recall
+PYTHONPATH=src:. python -m studies.recall.tables
 """
 
 from collections.abc import Collection, Iterator

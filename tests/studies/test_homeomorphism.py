@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from coca_attention.ops import Rotation, key_map, query_map
-from coca_lab.analysis import LayerHeads
-from coca_lab.analysis.scores import relative_parts
+from studies.angles.layers import Layer, relative_parts
 
 PAIRS, KEYS, POSITION = 4, 24, 30
 ROTATION = Rotation(2 * PAIRS, 10000.0)
@@ -50,8 +49,8 @@ def scores(query: Tensor, form: str = "strict") -> Tensor:
 def parts(form: str, query: Tensor) -> list[Tensor]:
     wide = torch.view_as_real(query).flatten(-2)[None, None]
     key = COEFFICIENTS[None, None]
-    heads = LayerHeads(0, form, wide, key, ROTATION, None, True, None, 1.0, None)
-    return [part[0] for part in relative_parts(heads, query[None])]
+    layer = Layer(0, form, wide, key, ROTATION, None, True, None, 1.0)
+    return [part[0] for part in relative_parts(layer, query[None])]
 
 
 def test_the_map_is_the_identity_on_scores_and_continuous_both_ways():
