@@ -16,6 +16,7 @@ from coca_lab.recipe import Recipe
 from coca_lab.recipe_sections import TrainingRecipe
 from coca_lab.training import train
 from coca_lab.training.arguments import FREE, INSTEAD, training_arguments
+from coca_lab.training.precision import with_precision
 from coca_lab.training.trainer import RecipeTrainer
 from conftest import tiny_model
 from runs import changed, recipe, weights
@@ -26,6 +27,7 @@ PRESENT = [name for name in FREE if name in NAMES]
 
 def arguments(trainer, **settings):
     made = Recipe(training=TrainingRecipe(trainer=trainer, **settings))
+    made = with_precision(made, Path("unused"))
     return training_arguments(made, *made.schedules, Path("unused"))
 
 
