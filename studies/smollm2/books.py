@@ -37,7 +37,7 @@ def long_books(
 
 def main(words: Sequence[str] | None = None) -> None:
     """Write the books; UserError if there are too few."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("source", help="books, as coca eval --source takes them")
     parser.add_argument("model", help="folder of the tokenizer")
     parser.add_argument("target", type=Path, help="new file .jsonl")

