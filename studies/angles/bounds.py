@@ -9,6 +9,8 @@ Legend: H query heads, N pairs of tokens, P rotary pairs; coefficients h_j and l
 `score_coefficients`, (H, N, P).
 """
 
+from typing import Any
+
 import altair
 import numpy as np
 import pandas as pd
@@ -96,10 +98,10 @@ def main() -> None:
 
     print("Violations; the last column is no inequality of the paper unless Θ = 0:")
     print(pd.DataFrame(counts).groupby("layer").sum().to_string())
-    by_distance = pd.DataFrame(means, columns=["distance", *LINES]).groupby("distance").mean()
+    by_distance: Any = pd.DataFrame(means, columns=["distance", *LINES]).groupby("distance").mean()
     print(by_distance.map("{:.3g}".format).to_string())
 
-    points = by_distance.reset_index().melt("distance", var_name="line")
+    points: Any = by_distance.reset_index().melt("distance", var_name="line")
     log = altair.Scale(type="log")
     altair.Chart(points).mark_line(point=True).encode(
         x=altair.X("distance:Q", title="distance m - n (tokens)", scale=log),

@@ -9,6 +9,7 @@ Legend: H query heads, N pairs of tokens, P rotary pairs.
 """
 
 import math
+from typing import Any
 
 import altair
 import pandas as pd
@@ -40,7 +41,7 @@ def main() -> None:
     for layer, coefficients in sampled(model, documents, options):
         has_angle = coefficients.abs() > 0  # not where the ReLU gives t = 0
         angles = initial_angles(coefficients)
-        row = {"layer": layer.index, "angles": int(has_angle.sum())}
+        row: dict[str, float] = {"layer": layer.index, "angles": int(has_angle.sum())}
         row["Θ > π"] = int((angles > math.pi)[has_angle].sum())
         for length in lengths:
             shares = anomalous_share(angles, layer.theta, length, layer.farthest(length))
@@ -48,14 +49,14 @@ def main() -> None:
         rows.append(row)
         bins.append(torch.histc(angles[has_angle], options.bins, min=0, max=TURN).tolist())
 
-    sums = pd.DataFrame(rows).groupby("layer").sum()
-    shares = sums.drop(columns="angles").div(sums["angles"], axis="index")
+    sums: Any = pd.DataFrame(rows).groupby("layer").sum()
+    shares: Any = sums.drop(columns="angles").div(sums["angles"], axis="index")
     print(shares.map("{:.1%}".format).assign(angles=sums["angles"]).to_string())
 
     degrees = [360 * (place + 0.5) / options.bins for place in range(options.bins)]
-    counts = pd.DataFrame(bins, [row["layer"] for row in rows], degrees).groupby(level=0).sum()
-    density = counts.mul(options.bins).div(sums["angles"], axis="index")
-    points = density.rename_axis("layer").reset_index().melt("layer", var_name="degrees")
+    counts: Any = pd.DataFrame(bins, [row["layer"] for row in rows], degrees).groupby(level=0).sum()
+    density: Any = counts.mul(options.bins).div(sums["angles"], axis="index")
+    points: Any = density.rename_axis("layer").reset_index().melt("layer", var_name="degrees")
     altair.Chart(points).mark_line().encode(
         x=altair.X("degrees:Q", title="angle Θ from key to query (degrees)"),
         y=altair.Y("value:Q", title="density (1: uniform)"),

@@ -10,6 +10,7 @@ Legend: H query heads, N pairs of tokens, P rotary pairs.
 """
 
 import math
+from typing import Any
 
 import pandas as pd
 from torch import Tensor
@@ -47,8 +48,8 @@ def main() -> None:
             row["both at Θ = 0"] = float(collinear[has_angle].sum())
             rows.append(row)
 
-    sums = pd.DataFrame(rows).groupby(["layer", "tokens"]).sum()
-    means = sums.drop(columns="angles").div(sums["angles"], axis="index")
+    sums: Any = pd.DataFrame(rows).groupby(["layer", "tokens"]).sum()
+    means: Any = sums.drop(columns="angles").div(sums["angles"], axis="index")
     print(means.round(2).assign(angles=sums["angles"]).to_string())
 
 

@@ -8,6 +8,8 @@ attention change when a text begins later, and what a token then costs: results/
 Legend: H query heads, N sampled queries or pairs of tokens, T length, P rotary pairs.
 """
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 import torch
@@ -92,12 +94,12 @@ def main() -> None:
             nats = F.cross_entropy(logits[:-1].cpu().double(), document[1:], reduction="sum")
             losses.append([shift, length - 1, float(nats)])
 
-    parts = pd.DataFrame(energies, columns=["layer", "relative", "absolute"])
+    parts: Any = pd.DataFrame(energies, columns=["layer", "relative", "absolute"])
     parts = parts.groupby("layer").sum()
     share = parts["absolute"] / parts.sum(axis="columns")
     print(share.rename("absolute share").map("{:.3f}".format).to_string(header=True))
     names = ["layer", "moved by", "rows", "changed", "spread", "attention"]
-    sums = pd.DataFrame(moved, columns=names).groupby(["layer", "moved by"]).sum()
+    sums: Any = pd.DataFrame(moved, columns=names).groupby(["layer", "moved by"]).sum()
     change = (sums["changed"] / sums["spread"]) ** 0.5
     figures = {"score change": change, "attention moved": sums["attention"] / sums["rows"]}
     print(pd.DataFrame(figures).map("{:.2g}".format).to_string())

@@ -252,7 +252,7 @@ CASES = {
                              "config.json is there and no result file"),
     "results over a list": (lambda p: [*perplexity()(p), "--output", p.file("[]", ".json")],
                             "is there and no result file"),
-    "command of before": (lambda p: ["analyze", p.model], "coca analyze is gone: angles"),
+    "command of before": (lambda p: ["analyze", p.model], "coca analyze: angles of queries and"),
     # Of two mistakes, the one that is told is the one that was looked for first.
     "target": (lambda p: ["extend", p.new(), "/proc/x"], "/proc/x cannot be written"),
     "target of an export": (lambda p: ["export", p.new(), "/proc/x"], "/proc/x cannot be written"),

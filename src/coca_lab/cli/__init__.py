@@ -158,8 +158,9 @@ def choose(program: str, words: list[str], groups: Mapping[str, Mapping[str, str
         from coca_attention.errors import UserError, did_you_mean
         from coca_lab.old_names import GONE
 
-        if f"{program} {words[0]}" in GONE:
-            raise UserError(f"{program} {words[0]}: {GONE[f'{program} {words[0]}']}")
+        called = f"{program} {words[0]}"
+        if called in GONE:
+            raise UserError(f"{called}: {GONE[called]}")
         raise UserError(
             f"{program} has no command {words[0]!r}"
             + did_you_mean(words[0], known, f"; choose one of {', '.join(known)}")
