@@ -310,6 +310,22 @@ def test_options_are_those_of_the_method():
     assert model.config.rope_parameters["beta_fast"] == 16.0
 
 
+@pytest.mark.parametrize(
+    ("method", "options", "problem"),
+    [
+        ("yarn", {"truncate": "no"}, "truncate must be true or false, got 'no'"),
+        ("yarn", {"beta_fast": True}, "beta_fast must be a finite number above 0, got True"),
+        ("llama3", {"low_freq_factor": "x"}, "low_freq_factor must be a finite number"),
+        ("longrope", {"short_factor": 3, "long_factor": [1.0] * 4}, "one positive divisor .* got 3"),
+        ("longrope", {"short_factor": "abcd", "long_factor": [1.0] * 4}, "one positive divisor"),
+        ("longrope", {"short_factor": ["x"] * 4, "long_factor": [1.0] * 4}, "got 'x'"),
+    ],
+)
+def test_options_of_a_wrong_type_are_refused_by_name(method, options, problem):
+    with pytest.raises(UserError, match=problem):
+        extend_context(vanilla("Llama"), method, **options)
+
+
 def test_linear_llama3_and_longrope_are_those_of_transformers(tmp_path):
     divisors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.0, 4.0, 8.0]}
     for method, options in (("linear", {}), ("llama3", {}), ("longrope", divisors)):
