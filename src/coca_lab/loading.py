@@ -166,6 +166,13 @@ def model_without_weights(
     return model.eval()
 
 
+def check_can_be_loaded(path: str | Path) -> None:
+    """Raise UserError for what `load_model` would refuse, before its weights are read."""
+    config = model_without_weights(path, "auto").config
+    with _naming(str(path)) as place:
+        _check_can_be_read(place, config)
+
+
 def check_no_adapter(path: str | Path | Place) -> None:
     """Raise UserError if there is an adapter beside a model in its folder."""
     place = path if isinstance(path, Place) else find_model(path)

@@ -1,7 +1,10 @@
 """``coca serve``: Transformers' server with the models of this package."""
 
+import json
+import shutil
 import signal
 import socket
+from importlib.util import find_spec
 from urllib.error import HTTPError
 
 import pytest
@@ -55,3 +58,22 @@ def test_an_address_where_nothing_can_listen_is_one_line(capsys, model_folder):
     assert code == 2 and f"nothing can listen at localhost, port {port} (Address already" in err
     code, _, err = run(capsys, "serve", model_folder, "--host", "192.0.2.1")  # RFC 5737
     assert code == 2 and "nothing can listen at 192.0.2.1, port 8000" in err
+
+
+def test_weights_that_are_no_numbers_are_not_served(capsys, model_folder, tmp_path):
+    pytest.importorskip("uvicorn", reason="Transformers' server is an extra")
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    code, _, err = run(capsys, "serve", folder)
+    assert code == 2 and "quantised as hf_quant_config.json says" in err
+
+
+@pytest.mark.skipif(find_spec("optimum") is not None, reason="optimum reads such weights")
+def test_a_missing_package_of_quantised_weights_is_one_line(capsys, model_folder, tmp_path):
+    pytest.importorskip("uvicorn", reason="Transformers' server is an extra")
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    code, _, err = run(capsys, "serve", folder)
+    assert code == 2 and "no model could be loaded: Loading a GPTQ" in err

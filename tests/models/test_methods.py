@@ -354,6 +354,43 @@ def test_options_are_those_of_the_method():
     assert model.config.rope_parameters["beta_fast"] == 16.0
 
 
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("caches", [True, False])
+def test_gaps_in_positions_begin_documents_where_they_do_in_the_original(caches, implementation):
+    """Without a mask, Transformers looks for documents where no cache is made; so in windows."""
+    windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    original = vanilla("Qwen2", **windows)
+    limited = extend_context(vanilla("Qwen2", **windows), "limited")
+    ids = some_tokens(original, length=20)
+    positions = torch.tensor([[*range(8), *range(30, 42)]])
+    found = []
+    for model in (original, limited):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            found.append(model(ids, position_ids=positions, use_cache=caches).logits)
+    assert difference(*found) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "problem"),
+    [
+        ("yarn", {"truncate": "no"}, "truncate must be true or false, got 'no'"),
+        ("yarn", {"beta_fast": True}, "beta_fast must be a finite number above 0, got True"),
+        ("llama3", {"low_freq_factor": "x"}, "low_freq_factor must be a finite number"),
+        (
+            "longrope",
+            {"short_factor": 3, "long_factor": [1.0] * 4},
+            "one positive divisor .* got 3",
+        ),
+        ("longrope", {"short_factor": "abcd", "long_factor": [1.0] * 4}, "one positive divisor"),
+        ("longrope", {"short_factor": ["x"] * 4, "long_factor": [1.0] * 4}, "got 'x'"),
+    ],
+)
+def test_options_of_a_wrong_type_are_refused_by_name(method, options, problem):
+    with pytest.raises(UserError, match=problem):
+        extend_context(vanilla("Llama"), method, **options)
+
+
 def test_linear_llama3_and_longrope_are_those_of_transformers(tmp_path):
     divisors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.0, 4.0, 8.0]}
     for method, options in (("linear", {}), ("llama3", {}), ("longrope", divisors)):

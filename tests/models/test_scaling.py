@@ -247,7 +247,7 @@ BAD = [
     ("yarn", {"attention_factor": float("inf")}, "must be a finite number above 0"),
     ("yarn", {"attention_factor": "much"}, "must be a finite number above 0"),
     ("longrope", {}, "longrope needs short_factor"),
-    ("longrope", {name: [float("nan")] * 4 for name in LONGROPE}, "one positive divisor"),
+    ("longrope", {name: [float("nan")] * 4 for name in LONGROPE}, "each divisor of short_factor"),
     ("longrope", {name: [1.0] for name in LONGROPE}, "one divisor per rotary pair"),
 ]
 

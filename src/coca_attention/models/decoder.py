@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedConfig, PreTrainedModel, initialization
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, initialization
 from transformers.masking_utils import (
     create_causal_mask,
     create_sliding_window_causal_mask,
@@ -166,8 +166,10 @@ class CollinearModel(CollinearPreTrained):
         """What this pass hands to all layers, given the other arguments of the decoder."""
         if self.config.coca_linear:
             return Pass(linear=self._linear(reading))
-        band = self._band(reading, options.get("use_cache"))
-        roles = self._roles(reading, band) if has_own_roles(self.config) else None
+        use_cache = options.get("use_cache")
+        caches = self.config.use_cache if use_cache is None else use_cache
+        band = self._band(reading, caches)
+        roles = self._roles(reading, band, caches) if has_own_roles(self.config) else None
         return Pass(self._positions(reading, options, band), band, roles)
 
     def _positions(
@@ -192,7 +194,7 @@ class CollinearModel(CollinearPreTrained):
             return positions
         return None
 
-    def _band(self, reading: "Reading", use_cache: bool | None) -> Band | None:
+    def _band(self, reading: "Reading", caches: bool) -> Band | None:
         """What layers hide by themselves under SDPA; None leaves the masks to Transformers."""
         mask, cache, length = reading.mask, reading.cache, reading.length
         causal = self.attention_class.layout.modules(self)[0].is_causal
@@ -216,8 +218,7 @@ class CollinearModel(CollinearPreTrained):
             if not fits or torch.compiler.is_exporting():
                 return None
             return plain if not compiling() and mask.all() else Band(mask.bool().long())
-        caches = self.config.use_cache if use_cache is None else use_cache
-        if not reading.is_placed or cache is not None or (caches and not has_roles):
+        if not reading.is_placed or cache is not None or caches:
             return plain  # Transformers looks for documents where there is no cache
         if torch.compiler.is_exporting():
             return None
@@ -242,8 +243,13 @@ class CollinearModel(CollinearPreTrained):
         settings = self.config.coca_form, rotation(self.config)
         return linear_turns(*settings, positions, dtype, mask), mask
 
-    def _roles(self, reading: "Reading", band: Band | None) -> dict[str, tuple[Mask, Angles]]:
+    def _roles(
+        self, reading: "Reading", band: Band | None, caches: bool
+    ) -> dict[str, tuple[Mask, Angles]]:
         """Mask, unless layers form it, and angles of local and of global layers."""
+        cache = reading.given_cache
+        if cache is None and caches:  # one that will be made: then gaps begin no documents
+            cache = DynamicCache()
         shape, positions = (reading.batch, reading.length, 0), reading.position_ids
         like = torch.empty(shape, dtype=self.dtype, device=positions.device)
         found = {}
@@ -254,7 +260,7 @@ class CollinearModel(CollinearPreTrained):
             if isinstance(reading.mask, dict):  # that Transformers made per layer type
                 made = reading.mask[kind]
             elif band is None:
-                made = make(self.config, like, reading.mask, reading.given_cache, positions)
+                made = make(self.config, like, reading.mask, cache, positions)
             found[kind] = made, self.rotary_emb(like, positions, kind)
         return found
 

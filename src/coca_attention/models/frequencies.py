@@ -1,6 +1,5 @@
 """Rules for rotary frequencies that Transformers has: its functions, in float64."""
 
-import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import SimpleNamespace
@@ -64,17 +63,23 @@ class StockRule(Rule):
         check_real("rotary scaling factor", given.get("factor", 1.0), 1)
         if given.get("attention_factor") is not None:
             check_real("attention_factor", given["attention_factor"], above=True)
+        if not isinstance(given.get("truncate", True), bool):  # the text "no" would count as true
+            raise ValueError(f"truncate must be true or false, got {given['truncate']!r}")
         for high, low in (("beta_fast", "beta_slow"), ("high_freq_factor", "low_freq_factor")):
+            for name in (high, low) if high in given else ():
+                check_real(name, given[name], above=True)
             if high in given and not given[high] > given[low] > 0:
                 raise ValueError(
                     f"{self.kind} needs {high} > {low} > 0, got {given[high]} and {given[low]}"
                 )
         for name in ("short_factor", "long_factor") if self.kind == "longrope" else ():
             factors = given.get(name) or ()
-            if not factors or not all(0 < x < math.inf for x in factors):
+            if not isinstance(factors, tuple) or not factors:
                 raise ValueError(
-                    f"longrope needs {name}, one positive divisor per rotary pair; got {factors}"
+                    f"longrope needs {name}, one positive divisor per rotary pair; got {factors!r}"
                 )
+            for factor in factors:
+                check_real(f"each divisor of {name}", factor, above=True)
 
     @property
     def factor(self) -> float:

@@ -110,7 +110,7 @@ def _compare(
     """Measure the methods that are possible: the one to take, and why as Markdown."""
     methods = list[MethodSettings]()
     refused = list[str]()
-    tried = [each.name for each in METHODS.values() if each.compared]
+    tried: list[MethodName] = [each.name for each in METHODS.values() if each.compared]
     if wanted.method != "auto":
         tried = [wanted.method]
     for method in tried:

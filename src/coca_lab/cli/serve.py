@@ -9,7 +9,7 @@ from transformers.utils.import_utils import is_serve_available
 
 import coca_attention.models  # noqa: F401 (registers the models)
 from coca_attention.errors import UserError, install
-from coca_lab.loading import model_without_weights
+from coca_lab.loading import check_can_be_loaded
 from coca_lab.settings.commands import ServeSettings
 
 
@@ -19,7 +19,7 @@ def serve_command(path: str, settings: ServeSettings) -> None:
         raise UserError(f"the server's packages are not installed: {install('serve')}")
     from transformers.cli.serve import Serve  # needs the optional packages
 
-    model_without_weights(path, "auto")  # UserError, where the server would show a traceback
+    check_can_be_loaded(path)  # UserError, where the server would show a traceback
     check_address(settings.host, settings.port)
     try:
         Serve(
@@ -32,6 +32,8 @@ def serve_command(path: str, settings: ServeSettings) -> None:
             device=settings.device,
             default_seed=settings.seed,
         )
+    except ImportError as error:  # of a package that reads quantised weights
+        raise UserError(f"{path}: no model could be loaded: {error}") from error
     except KeyboardInterrupt:
         print("coca: interrupted: the server has stopped", file=sys.stderr, flush=True)
         # Its thread of continuous batching never ends, and would keep the process.

@@ -178,7 +178,8 @@ class StudySettings(Plan):
     """Seed of the trials of learning rates, whose cells are no results."""
     choose: Options = field(default_factory=dict)
     """Which cells decide: those with these fields, such as {task: perplexity, window: 256}, by
-    their perplexity, or else by the share of right answers (RULER: the mean score)."""
+    their perplexity, needles by nats a digit, or else by the share of right answers (RULER: the
+    mean score)."""
     text: PathText = ""
     """Text to train and evaluate on, in place of the recipe's and of stdlib; a data.source of
     models or options, and a source of a task, come first."""

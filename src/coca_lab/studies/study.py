@@ -122,11 +122,13 @@ class Study(StudySettings):
 
 
 def _cost(cells: Sequence[Cell]) -> float:
-    """Nats per token, or right answers as a negative share; infinite where a model diverged."""
+    """Nats a token or digit, or right answers as a negative share; infinite if a model diverged."""
     if not cells or any(cell.get("nats", 0) is None for cell in cells):
         return math.inf
-    if "nats" in cells[0]:
+    if "nats" in cells[0] and "tokens" in cells[0]:
         return sum(cell["nats"] for cell in cells) / sum(cell["tokens"] for cell in cells)
+    if "nats" in cells[0]:  # a mean already, of the digits of needles
+        return sum(cell["nats"] for cell in cells) / len(cells)
     if "right" in cells[0]:
         return -sum(cell["right"] for cell in cells) / sum(cell["asked"] for cell in cells)
     figure = next((name for name in ("accuracy", "score") if name in cells[0]), None)

@@ -401,6 +401,7 @@ def test_the_best_learning_rate_is_chosen_and_more_models_join_later(small, tmp_
         ("passkey", {"accuracy": 0.25}, {"accuracy": 0.5}),
         ("recall", {"right": 1, "asked": 4, "accuracy": 0.25}, {"right": 5, "asked": 9}),
         ("perplexity", {"nats": 9.0, "tokens": 3}, {"nats": 8.0, "tokens": 4}),
+        ("needles", {"nats": 2.3, "needles": 9}, {"nats": 2.1, "needles": 3}),
     ],
 )
 def test_learning_rates_are_chosen_by_any_task(small, tmp_path, task, low, high):
@@ -412,7 +413,7 @@ def test_learning_rates_are_chosen_by_any_task(small, tmp_path, task, low, high)
         "learning_rates": [1e-3, 1e-2],
         "choose": {"task": task},
     }
-    fields |= {task: {}} if task in ("ruler", "recall") else {}
+    fields |= {task: {}} if task in ("needles", "ruler", "recall") else {}
     study = load_study(edited(small, tmp_path, **fields))
     trials = study.trials(tmp_path)
     with Store() as store:
