@@ -1,6 +1,5 @@
 """Rules for rotary frequencies that Transformers has: its functions, in float64."""
 
-import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import SimpleNamespace

@@ -121,7 +121,7 @@ class Study(StudySettings):
 
 
 def _cost(cells: Sequence[Cell]) -> float:
-    """Nats a token or digit, or right answers as a negative share; infinite for a model diverged."""
+    """Nats a token or digit, or right answers as a negative share; infinite if a model diverged."""
     if not cells or any(cell.get("nats", 0) is None for cell in cells):
         return math.inf
     if "nats" in cells[0] and "tokens" in cells[0]:

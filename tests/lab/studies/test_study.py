@@ -407,7 +407,11 @@ def test_learning_rates_are_chosen_by_any_task(small, tmp_path, task, low, high)
     options = yaml.safe_load(small.read_text())["options"]
     del options["training.learning_rate"]
     fields = {"options": options, "models": {"tuned": {"model.attention": "rope"}}}
-    fields |= {"methods": [{"method": "none"}], "learning_rates": [1e-3, 1e-2], "choose": {"task": task}}
+    fields |= {
+        "methods": [{"method": "none"}],
+        "learning_rates": [1e-3, 1e-2],
+        "choose": {"task": task},
+    }
     fields |= {task: {}} if task in ("needles", "ruler", "recall") else {}
     study = load_study(edited(small, tmp_path, **fields))
     trials = study.trials(tmp_path)
