@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import (
     GPTNeoXForCausalLM,
@@ -309,6 +310,7 @@ def load_original(source: str | Path, *, dtype: torch.dtype | None = None) -> Pr
     """
     config = _original_configuration(Path(source))
     try:
+        _check_has_t(Path(source))
         model, info = MODELS[config.model_type].from_pretrained(
             str(source),
             config=config,
@@ -318,6 +320,8 @@ def load_original(source: str | Path, *, dtype: torch.dtype | None = None) -> Pr
             output_loading_info=True,
             local_files_only=True,
         )
+    except UserError:
+        raise
     except Exception as error:  # anything that a damaged file raises
         raise UserError(
             f"{source}: no weights could be loaded, or a file is damaged or contains more than "
@@ -333,6 +337,18 @@ def load_original(source: str | Path, *, dtype: torch.dtype | None = None) -> Pr
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise UserError(f"{source}: the weights do not fit the configuration: {named}{more}")
     return convert(model, "slack").eval()
+
+
+def _check_has_t(folder: Path) -> None:
+    """Raise UserError for keys of a vanilla Llama, which would be taken for T of the same shape."""
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as content:
+            keys = [name for name in content.keys() if "self_attn.k_proj." in name]  # noqa: SIM118
+        if keys:
+            raise UserError(
+                f"{folder}: {keys[0]} is not known: the authors' models have a t_proj in its "
+                "place. A vanilla model is converted to a form: coca convert --form, or convert(model)"
+            )
 
 
 def _original_configuration(folder: Path) -> PreTrainedConfig:
