@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import (
     GPTNeoXForCausalLM,
@@ -310,7 +309,6 @@ def load_original(source: str | Path, *, dtype: torch.dtype | None = None) -> Pr
     """
     config = _original_configuration(Path(source))
     try:
-        _check_has_t(Path(source))
         model, info = MODELS[config.model_type].from_pretrained(
             str(source),
             config=config,
@@ -320,13 +318,12 @@ def load_original(source: str | Path, *, dtype: torch.dtype | None = None) -> Pr
             output_loading_info=True,
             local_files_only=True,
         )
-    except UserError:
-        raise
     except Exception as error:  # anything that a damaged file raises
         raise UserError(
             f"{source}: no weights could be loaded, or a file is damaged or contains more than "
             f"tensors: {error}"
         ) from error
+    _check_has_t(Path(source))
     unknown = [name for name in sorted(info["unexpected_keys"]) if not name.endswith(BUFFERS)]
     problems = [f"{name} is missing" for name in sorted(info["missing_keys"])]
     problems += [f"{name} is not known" for name in unknown]
@@ -340,14 +337,19 @@ def load_original(source: str | Path, *, dtype: torch.dtype | None = None) -> Pr
 
 
 def _check_has_t(folder: Path) -> None:
-    """Raise UserError for keys of a vanilla Llama, which would be taken for T of the same shape."""
+    """Raise UserError for keys of a vanilla Llama, which would be taken for T of the same shape.
+
+    The files have been read: their headers are sound.
+    """
     for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as content:
-            keys = [name for name in content.keys() if "self_attn.k_proj." in name]  # noqa: SIM118
+        with file.open("rb") as content:
+            length = int.from_bytes(content.read(8), "little")
+            names = json.loads(content.read(length))
+        keys = [name for name in names if "self_attn.k_proj." in name]
         if keys:
             raise UserError(
                 f"{folder}: {keys[0]} is not known: the authors' models have a t_proj in its "
-                "place. A vanilla model is converted to a form: coca convert --form, or convert(model)"
+                "place. Vanilla models are converted by coca convert --form, or convert(model)"
             )
 
 
