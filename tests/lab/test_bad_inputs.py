@@ -214,6 +214,8 @@ CASES = {
     # Evaluations.
     "factor alone": (perplexity("--factor", "8"), "factor is for a method"),
     "factor of generate": (generate("x", "--factor", "8"), "factor is for a method"),
+    "length alone": (perplexity("--length", "8"), "length is for a method"),
+    "length of generate": (generate("x", "--length", "8"), "length is for a method"),
     "check without text": (lambda p: ["extend", p.model, p.new(), "--check-lengths", "64"],
                            "beside --check TEXT, which is missing"),
     "no source": (perplexity("--source", ""), "the source is empty"),

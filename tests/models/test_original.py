@@ -107,6 +107,13 @@ def test_invalid_checkpoints_are_refused(settings, change, message, tmp_path):
         load_original(write(tmp_path, {**config, **settings}, weights))
 
 
+def test_keys_of_a_vanilla_llama_are_not_taken_for_t(tmp_path):
+    config, weights, _ = extract("llama dynamic")
+    vanilla = {name.replace("t_proj", "k_proj"): weight for name, weight in weights.items()}
+    with pytest.raises(ValueError, match=r"k_proj.weight is not known: .* t_proj"):
+        load_original(write(tmp_path, config, vanilla))
+
+
 def test_unreadable_folders_are_named(tmp_path):
     for content, message in (
         (None, "config.json cannot be read: .*No such file"),

@@ -323,6 +323,7 @@ def load_original(source: str | Path, *, dtype: torch.dtype | None = None) -> Pr
             f"{source}: no weights could be loaded, or a file is damaged or contains more than "
             f"tensors: {error}"
         ) from error
+    _check_has_t(Path(source))
     unknown = [name for name in sorted(info["unexpected_keys"]) if not name.endswith(BUFFERS)]
     problems = [f"{name} is missing" for name in sorted(info["missing_keys"])]
     problems += [f"{name} is not known" for name in unknown]
@@ -333,6 +334,23 @@ def load_original(source: str | Path, *, dtype: torch.dtype | None = None) -> Pr
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise UserError(f"{source}: the weights do not fit the configuration: {named}{more}")
     return convert(model, "slack").eval()
+
+
+def _check_has_t(folder: Path) -> None:
+    """Raise UserError for keys of a vanilla Llama, which would be taken for T of the same shape.
+
+    The files have been read: their headers are sound.
+    """
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as content:
+            length = int.from_bytes(content.read(8), "little")
+            names = json.loads(content.read(length))
+        keys = [name for name in names if "self_attn.k_proj." in name]
+        if keys:
+            raise UserError(
+                f"{folder}: {keys[0]} is not known: the authors' models have a t_proj in its "
+                "place. Vanilla models are converted by coca convert --form, or convert(model)"
+            )
 
 
 def _original_configuration(folder: Path) -> PreTrainedConfig:

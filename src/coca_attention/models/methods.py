@@ -142,7 +142,7 @@ def _shifted(asked: Asked, *, near: int | None = None, first: int | None = None)
     smallest = max(to - length + first, first + 1)
     if smallest > length:
         raise UserError(
-            f"method shifted reads at most 2 L - w = {2 * length - first:,} tokens at distances "
+            f"this method reads at most 2 L - w = {2 * length - first:,} tokens at distances "
             f"that were trained, got {to:,}: choose leaky or limited for longer texts"
         )
     if near is None:

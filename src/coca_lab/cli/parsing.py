@@ -157,6 +157,8 @@ def command_parser(name: str, summary: str, short: bool = False) -> ArgumentPars
     options = _options(name)
     usage = " ".join([program, *(each.upper() for each in options.positionals), "[options]"])
     parser = option_parser(program, options.settings, usage=usage, description=summary)
+    if name == "convert":
+        parser.set_defaults(form=None)  # which has to be named: the help says no default
     for each in options.positionals:
         many: Any = {"nargs": each[-1]} if each[-1] in "?+" else {}
         parser.add_argument(each.rstrip("?+"), help=POSITIONALS[each], **many)

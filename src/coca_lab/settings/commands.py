@@ -56,8 +56,7 @@ class GenerateSettings(PlacedSettings, MethodSettings):
             raise UserError("top_p and top_k are for draws: set --temperature, for example to 1")
         if self.thinking != "default" and not self.chat:
             raise UserError("thinking is said in the chat template: set --chat")
-        if self.factor is not None and self.method == "none":
-            raise UserError("factor is for a method: set --method, for example to yarn")
+        self.check_is_used()
 
 
 @dataclass
@@ -75,8 +74,7 @@ class ReadingSettings(LoadingSettings, MethodSettings):
     """How a model is loaded, by what method it reads farther, and where the results go."""
 
     def __post_init__(self) -> None:
-        if self.factor is not None and self.method == "none":
-            raise UserError("factor is for a method: set --method, for example to yarn")
+        self.check_is_used()
 
 
 @dataclass

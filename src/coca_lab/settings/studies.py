@@ -37,6 +37,12 @@ class MethodSettings:
     length: PositiveInt | None = None
     """L, the length that the model was made for; by default what its configuration says."""
 
+    def check_is_used(self) -> None:
+        """Raise UserError for settings of a method where none is named."""
+        for name in ("factor", "length"):
+            if self.method == "none" and getattr(self, name) is not None:
+                raise UserError(f"{name} is for a method: set --method, for example to yarn")
+
     @property
     def name(self) -> str:
         """The method, with its options."""
@@ -82,6 +88,9 @@ class ModelsMethod(MethodSettings):
 
     models: list[str] | None = None
     """Names of the models to apply it to; by default all."""
+
+    def __post_init__(self) -> None:
+        self.check_is_used()
 
 
 @dataclass
