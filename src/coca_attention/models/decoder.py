@@ -167,7 +167,8 @@ class CollinearModel(CollinearPreTrained):
         if self.config.coca_linear:
             return Pass(linear=self._linear(reading))
         use_cache = options.get("use_cache")
-        caches = self.config.use_cache if use_cache is None else use_cache
+        # The configurations of encoders do not have the field.
+        caches = getattr(self.config, "use_cache", False) if use_cache is None else use_cache
         band = self._band(reading, caches)
         roles = self._roles(reading, band, caches) if has_own_roles(self.config) else None
         return Pass(self._positions(reading, options, band), band, roles)
