@@ -241,7 +241,7 @@ CASES = {
     "no results": (report(""), "no valid JSON"),
     "other results": (report('{"results": 5}'), "results: Input should be a valid list"),
     "other object": (report('{"a": 1}'), "expected an object with results"),
-    "nothing to show": (report('{"results": []}'), "neither results that the report shows nor training runs"),
+    "nothing to show": (report('{"results": []}'), "neither results that the report shows"),
     "strange cells": (report(CELL % '"window": "x", "perplexity": 2'),
                       "unable to parse string as an integer, got 'x'"),
     "results of NaN": (report(CELL % '"window": 16, "perplexity": NaN'), "has NaN in place of a"),
