@@ -104,7 +104,7 @@ class ModelsMethods:
 class Plan:
     """What is measured of models."""
 
-    methods: list[ModelsMethod] = field(default_factory=lambda: [ModelsMethod()])
+    methods: list[ModelsMethod] = field(default_factory=list)
     """Methods to evaluate with; by default models are as they were saved."""
     scalings: list[dict[str, Any]] | None = None
     """Old name of methods, whose method was called kind."""
@@ -123,11 +123,12 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.scalings is not None:
-            if self.methods != [ModelsMethod()]:
+            if self.methods:
                 raise UserError("scalings is the old name of methods: leave it out")
             translated = methods_of_scalings(self.scalings)
             self.methods = checked(ModelsMethods, {"methods": translated}).methods
             self.scalings = None
+        self.methods = self.methods or [ModelsMethod()]
 
     def check_plan(self, models: Collection[str]) -> None:
         """Raise UserError where settings contradict each other, or name other models."""
