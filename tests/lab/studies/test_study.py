@@ -284,7 +284,13 @@ def test_from_the_command_line_to_a_report(small, finished, tmp_path, capsys):
         ({"sizes": {"s": {"seeds": 2}}}, "size s: seeds must be different numbers"),
         ({"options": {"training.seed": 1}}, "training.seed: set seeds"),
         ({"num_cpus": 0}, "num_cpus must be at least 1"),
-        ({"models": {"a": {"model.atention": "rope"}}, "methods": []}, "no method applies to a"),
+        (
+            {
+                "models": {"a": {"model.attention": "rope"}, "b": {"model.attention": "rope"}},
+                "methods": [{"method": "none", "models": ["b"]}],
+            },
+            "no method applies to a",
+        ),
         ({"models": {"some": {"model.atention": "rope"}}}, "model some: .*model.atention"),
         ({"models": {"some": {"path": "x", "model.attention": "rope"}}}, "leave out path or model"),
         ({"models": {"some": {"path": "x", "convert.forms": "rope"}}}, "convert.*forms"),
