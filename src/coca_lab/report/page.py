@@ -7,7 +7,6 @@ from importlib.resources import files
 from pathlib import Path
 from urllib.parse import quote
 
-import yaml
 from jinja2 import Environment, StrictUndefined
 
 from coca_attention.errors import UserError
@@ -19,6 +18,7 @@ from coca_lab.report.groups import Cells, models_of, tell_apart, without_copies
 from coca_lab.report.section import Section
 from coca_lab.report.tasks import REPORTS, Tasks, by_task, groups_of
 from coca_lab.report.training import training_sections
+from coca_lab.yaml_files import dump_yaml
 
 MARK = "--page: #fff; --text: #1b1b1b;"
 """In the style of every page, those of earlier versions included."""
@@ -144,9 +144,7 @@ def build_report(
         words=glossary(tasks),
         groups=groups,
         sections=shown,
-        recipes={
-            run.model: yaml.safe_dump(run.recipe, sort_keys=False) for run in runs if run.recipe
-        },
+        recipes={run.model: dump_yaml(run.recipe) for run in runs if run.recipe},
         environments=environments,
     )
 
