@@ -188,23 +188,6 @@ def check_no_adapter(path: str | Path | Place) -> None:
         )
 
 
-def check_not_quantised(path: str | Path) -> None:
-    """Raise UserError if a model's weights are quantised, before anything else of it is read.
-
-    Training starts from numbers.
-    """
-    with _naming(str(path)) as place:
-        config = AutoConfig.from_pretrained(
-            place.path, revision=place.revision, trust_remote_code=False
-        )
-        method = quantised_by(path, config)
-    if method is not None:
-        raise UserError(
-            f"{path}: its weights are quantised ({method}), and cannot be trained: start from the "
-            "model in full precision"
-        )
-
-
 def _check_can_be_read(place: Place, config: PreTrainedConfig) -> None:
     """Raise UserError for quantised weights that Transformers would take for numbers."""
     if getattr(config, "quantization_config", None) is not None:

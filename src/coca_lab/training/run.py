@@ -22,17 +22,15 @@ import torch
 from accelerate import PartialState
 from transformers import (
     AutoConfig,
-    PreTrainedConfig,
     TrainerCallback,
     TrainerState,
     TrainingArguments,
     set_seed,
 )
-from transformers.utils import cached_file
 
 from coca_attention.errors import UserError
 from coca_lab.environment import describe_environment
-from coca_lab.files import find_model, read_json, write_json
+from coca_lab.files import read_json, write_json
 from coca_lab.folders import write_card
 from coca_lab.loading import (
     check_vocabulary,
@@ -61,6 +59,7 @@ from coca_lab.training.objectives import teacher_loss
 from coca_lab.training.precision import with_precision
 from coca_lab.training.texts import TrainingData, inputs_of, load_data
 from coca_lab.training.trainer import RecipeTrainer
+from coca_lab.weights import quantised_by
 
 log = logging.getLogger(__name__)
 
@@ -152,30 +151,15 @@ def saved_dtype(recipe: Recipe) -> torch.dtype | None:
     model, dtype = recipe.model, None
     if model.start is not None:
         start = model_without_weights(model.start, "auto")
-        check_not_quantised(model.start, start.config)
+        if quantised_by(model.start, start.config) is not None:
+            raise UserError(
+                f"{model.start} is quantised, and quantised weights cannot be trained: set "
+                "model.start to the model that it was made from, in full precision"
+            )
         dtype = start.dtype
     if model.teacher is not None:
         model_without_weights(model.teacher)
     return dtype if model.dtype == "auto" else getattr(torch, model.dtype)
-
-
-def check_not_quantised(start: str, config: PreTrainedConfig) -> None:
-    """Raise UserError if the weights of a start are quantised, by either file that says so."""
-    quantised = getattr(config, "quantization_config", None) is not None
-    # ModelOpt writes a file of its own.
-    place = find_model(start)
-    other = cached_file(
-        place.path,
-        "hf_quant_config.json",
-        revision=place.revision,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    if quantised or other is not None:
-        raise UserError(
-            f"{start} is quantised, and quantised weights cannot be trained: set model.start to "
-            "the model that it was made from, in full precision"
-        )
 
 
 @dataclass(frozen=True)

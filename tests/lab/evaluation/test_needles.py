@@ -1,7 +1,7 @@
 """Needles by log probability: their texts, their figures, and models whose answers are known."""
 
 import json
-import math
+import re
 
 import pytest
 import torch
@@ -58,7 +58,8 @@ def test_a_text_has_every_needle_twice_at_the_distance_it_says(words):
     assert len(numbers) == 6
     # The rest is the document, in order.
     written = words.decode(text.ids)
-    assert written.startswith(words.decode(document[:50])[:40]) or "One of the special" in written
+    line = r"\nOne of the special magic numbers for \S+ is: \d{7}\.\n"
+    assert words.decode(document).startswith(re.sub(line, "", written))
 
 
 def test_places_cover_the_text_and_the_order_of_questions_is_not_theirs(words):
@@ -163,7 +164,7 @@ def test_figures_part_near_and_far_and_pair_documents():
     assert nats_interval(pairs) == pytest.approx((0.1, 0.1))
     overflowed = figures([document("a", None), document("b", 1.0)])
     assert overflowed["nats"] is None and overflowed["ci95"] is None
-    assert math.isnan(figures(first, 1000, beyond=True)["nats"] or math.nan)
+    assert figures(first, 1000, beyond=True)["nats"] is None
 
 
 def test_the_command_writes_a_table_near_and_far(capsys, tmp_path, words, books):
