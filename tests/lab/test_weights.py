@@ -10,11 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from coca_attention.errors import UserError
 from coca_attention.testing import difference, logits, some_tokens
 from coca_lab.cli import main
 from coca_lab.fingerprints import model_fingerprint
-from coca_lab.loading import check_not_quantised, load_model
+from coca_lab.loading import load_model
 from coca_lab.weights import copy_weights, is_finite
 from conftest import tiny_model
 
@@ -229,8 +228,6 @@ def test_others_do_not_take_its_numbers_for_weights(command, modelopt, refused):
 def test_float8_without_scales_is_refused_although_it_is_said(modelopt, refused):
     rewrite(modelopt, lambda tensors: {n: x for n, x in tensors.items() if "scale" not in n})
     assert "has no scale beside it" in refused("yarn", modelopt)
-    with pytest.raises(UserError, match=r"quantised \(modelopt\), and cannot be trained"):
-        check_not_quantised(modelopt)
 
 
 def test_a_quantised_layer_that_is_missing_is_found(sound, tmp_path, refused):
