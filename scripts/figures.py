@@ -16,13 +16,14 @@ from typing import Any
 
 import vl_convert
 
+import studies.recall  # noqa: F401 (registers its task and section)
 from coca_lab.report.charts import LineChart, Palette
 from coca_lab.report.drawing import INKS, NARROW, colours, of_theme, specification
-from coca_lab.report.files import parsed
 from coca_lab.report.lengths import PASSKEYS, PERPLEXITY, frame_of
 from coca_lab.report.page import page_sections, tasks_and_runs
-from coca_lab.report.tasks import passkey_points, perplexity_points
-from studies.trials import published
+from coca_lab.report.result_files import parsed
+from coca_lab.report.task_sections import passkey_points, perplexity_points
+from studies.pages import published
 
 ROOT = Path(__file__).parents[1]
 README_RESULTS = "results/retrieval"

@@ -201,16 +201,6 @@ class Ruler(Prompts):
         return facts
 
 
-class Recall(Prompts):
-    """The share of right answers about a number of pairs."""
-
-    accuracy: Fraction
-    pairs: Whole | Name = ""
-    asked: Natural | None = None
-    right: Natural | None = None
-    octaves: dict[str, list[Natural]] = {}
-
-
 class NeedleFigures(Record):
     """Nats a digit of hidden numbers, and how many are found."""
 
@@ -279,7 +269,6 @@ CELLS: dict[str, type[CheckedCell]] = {
     "needles": Needles,
     "passkey": Passkey,
     "ruler": Ruler,
-    "recall": Recall,
     "harness": Harness,
 }
 """By the name of the task. Cells of tasks without an entry are `CheckedCell`."""

@@ -14,6 +14,7 @@ from coca_attention.roles import Roles
 from coca_lab.settings.sources import (
     LARGEST_VOCABULARY,
     SMALLEST_VOCABULARY,
+    Dtype,
     PathText,
     SourceSettings,
 )
@@ -92,7 +93,7 @@ class ModelRecipe(Roles, Architecture):
     """Factor of position interpolation; the model is trained with it and saved with it."""
     scaling: MethodName = "linear"
     """Method that changes frequencies by the factor interpolation: linear is PI."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Dtype = "auto"
     """Precision in which the trained model is saved; auto is that of start, or float32 without one.
     Training itself keeps weights in float32."""
 
@@ -213,7 +214,7 @@ class TrainingRecipe:
     """AdamW's weight decay."""
     max_grad_norm: NonNegative = 1.0
     """Maximum norm of the gradients; larger gradients are scaled down."""
-    precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    precision: Dtype = "auto"
     """Autocast dtype of forward and backward pass. Weights stay in float32. auto is bfloat16 where
     the device computes in it natively, else float32."""
     gradient_checkpointing: bool = False

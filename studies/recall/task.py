@@ -1,5 +1,6 @@
 """Associative recall of random tokens (MQAR): pairs of keys and values, and questions for all."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Annotated
@@ -11,9 +12,13 @@ from torch.utils.data import BatchSampler
 from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
+from coca_lab.cells import Fraction, Name, Natural, Prompts, Whole
 from coca_lab.engine import Item
 from coca_lab.evaluation.task import Cell, Measurement, MethodSettings, Model, Task
 from coca_lab.intervals import wilson_interval
+from coca_lab.report import Section
+from coca_lab.report.lengths import Measure, Point, frame_of, length_sections
+from coca_lab.report.task_sections import prompts_caption
 from studies.recall.texts import recall_text, recall_vocabulary
 
 
@@ -108,6 +113,30 @@ def _measure_cell(
 
     label = " ".join((model.name, *method.words, f"recall {length:,}"))
     return Measurement([Item([key], work, [None], length * settings.samples, label)], cells)
+
+
+class RecallCell(Prompts):
+    """The share of right answers about a number of pairs."""
+
+    accuracy: Fraction
+    pairs: Whole | Name = ""
+    asked: Natural | None = None
+    right: Natural | None = None
+    octaves: dict[str, list[Natural]] = {}
+
+
+ANSWERED = Measure(
+    "Associative recall", "share of questions answered", x="tokens of the text", top=1
+)
+
+
+def recall_sections(cells: Sequence[RecallCell]) -> list[Section]:
+    """Right answers by length of the text, for every number of pairs."""
+    points = []
+    for cell in cells:
+        kind = f"{cell.pairs} pairs" if isinstance(cell.pairs, int) else cell.pairs
+        points.append(Point(cell, cell.length, cell.accuracy, cell.wilson95, kind))
+    return length_sections(frame_of(points), ANSWERED, prompts_caption(cells))
 
 
 RECALL_TASK = Task(

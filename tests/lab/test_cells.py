@@ -10,7 +10,7 @@ from coca_lab.cells import CELLS, cell_type
 from coca_lab.evaluation import TASKS
 from coca_lab.evaluation.needles import NeedleSettings
 from coca_lab.evaluation.perplexity import PerplexitySettings
-from coca_lab.evaluation.retrieval import PasskeySettings, RulerSettings
+from coca_lab.evaluation.prompts import PasskeySettings, RulerSettings
 from coca_lab.evaluation.task import Model, Task, at_once, evaluate
 from conftest import tiny_model
 
@@ -48,7 +48,7 @@ def undeclared(record):
 
 
 def test_every_field_that_a_task_writes_is_declared(made):
-    assert set(made) == set(CELLS) - {"harness", "recall"}  # which studies.recall registers
+    assert set(made) == set(CELLS) - {"harness", "recall"}  # the latter of studies.recall, if any
     for name, cells in made.items():
         for cell in cells:
             assert undeclared(cell_type(name).model_validate(cell)) == set(), name
@@ -61,11 +61,11 @@ def test_every_field_that_a_task_writes_is_declared(made):
 )
 def test_a_task_that_makes_a_wrong_cell_is_stopped(wrong, tokenizer):
     right = {"window": 8, "perplexity": 2.0}
-    task = Task("perplexity", "", PerplexitySettings, at_once(lambda *_: [right | wrong]))
+    task = Task("perplexity", "", PerplexitySettings, measure=at_once(lambda *_: [right | wrong]))
     model = Model(tiny_model("rope"), tokenizer)
     with pytest.raises(ValidationError, match=next(iter(wrong))):
         evaluate(task, model, PerplexitySettings())
-    task = Task("perplexity", "", PerplexitySettings, at_once(lambda *_: [right]))
+    task = Task("perplexity", "", PerplexitySettings, measure=at_once(lambda *_: [right]))
     (cell,) = evaluate(task, model, PerplexitySettings())
     assert cell["perplexity"] == 2.0 and "size" not in cell  # as it was made, without defaults
 

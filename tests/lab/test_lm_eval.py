@@ -13,8 +13,8 @@ from coca_attention.errors import UserError
 from coca_lab import lm_eval
 from coca_lab.folders import extend_folder
 from coca_lab.report import printed_tables, read_results
-from coca_lab.report.files import parsed
-from coca_lab.report.tasks import by_task, harness_sections
+from coca_lab.report.result_files import parsed
+from coca_lab.report.task_sections import by_task, harness_sections
 
 TASK = """
 task: tiny_choice

@@ -13,7 +13,7 @@ import pytest
 
 from coca_attention.errors import UserError
 from coca_lab.report import printed_tables, read_results
-from studies import native, trials
+from studies import native, pages
 from studies.pages import BEGIN, END, write_tables
 
 ROOT = Path(__file__).parents[2]
@@ -22,10 +22,10 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")
 @pytest.mark.parametrize(
     "module",
-    ["extension", "native", "recall.tables", "retrieval_tables", "smollm2.table", "verdict.rule"],
+    ["extension", "native", "recall.tables", "retrieval", "smollm2.table", "verdict.rule"],
 )
 def test_a_page_has_the_tables_of_its_results(module, tmp_path, monkeypatch):
-    folder = Path("results", module.split(".")[0].removesuffix("_tables"))
+    folder = Path("results", module.split(".")[0])
     shutil.copytree(ROOT / folder, tmp_path / folder)
     page = tmp_path / folder / "README.md"
     published = page.read_text(encoding="utf-8")
@@ -123,7 +123,7 @@ def test_tables_go_between_marks_or_nowhere(tmp_path):
 
 def test_the_report_reads_the_trials_of_a_study(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["trials", str(ROOT / "results" / "retrieval")])
-    trials.main()
+    monkeypatch.setattr("sys.argv", ["pages", str(ROOT / "results" / "retrieval")])
+    pages.main()
     (content,) = read_results(["runs/trials"])
     assert content["study"]["title"] and printed_tables(content["results"])

@@ -24,7 +24,7 @@ from coca_lab.files import cache_folder
 from coca_lab.fingerprints import fingerprint
 from coca_lab.folders import convert_folder, extend_folder, new_folder
 from coca_lab.loading import model_without_weights
-from coca_lab.report.tasks import printed_tables
+from coca_lab.report.task_sections import printed_tables
 from coca_lab.settings.commands import (
     CheckSettings,
     ExportSettings,

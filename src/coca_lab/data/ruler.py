@@ -27,14 +27,20 @@ from transformers import PreTrainedTokenizerBase
 
 from coca_attention.errors import UserError, error_prefix
 from coca_lab.data.chat import Thinking, chat_frame
-from coca_lab.data.tasks import Encode, Prompt, check_reproduced, leading_special_tokens
+from coca_lab.data.tasks import (
+    FILLER,
+    Encode,
+    Prompt,
+    check_reproduced,
+    leading_special_tokens,
+)
 from coca_lab.settings.evaluations import RULER_TASKS, RulerTask
 
 ANSWER_TOKENS: dict[str, int] = {
     **dict.fromkeys(RULER_TASKS[:8], 128), "vt": 30, "cwe": 120, "fwe": 50
 }  # fmt: skip
 """Tokens of an answer."""
-NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+NOISE = FILLER.strip()
 NIAH = (
     "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I "
     "will quiz you about the {kind} afterwards.\n",

@@ -8,9 +8,9 @@ A new task is a file with a `Task`, its entry in `TASKS` here, what its cells ho
 from coca_attention.errors import UserError
 from coca_lab.evaluation.needles import NEEDLES_TASK
 from coca_lab.evaluation.perplexity import PERPLEXITY_TASK
-from coca_lab.evaluation.retrieval import PASSKEY_TASK, RULER_TASK
+from coca_lab.evaluation.prompts import PASSKEY_TASK, RULER_TASK
 from coca_lab.evaluation.task import Cell, MethodSettings, Model, Task, evaluate, open_model
-from coca_lab.settings.evaluations import TASK_OPTIONS, TaskOptions
+from coca_lab.settings.evaluations import TASK_OPTIONS
 
 TASKS: dict[str, Task] = {
     task.name: task for task in (PERPLEXITY_TASK, NEEDLES_TASK, PASSKEY_TASK, RULER_TASK)
@@ -26,7 +26,7 @@ def register_task(task: Task) -> None:
     if task.name in TASKS:
         raise UserError(f"there is already a task named {task.name!r}")
     TASKS[task.name] = task
-    TASK_OPTIONS[task.name] = TaskOptions(task.summary, task.settings, task.scaled, task.prompts)
+    TASK_OPTIONS[task.name] = task
 
 
 __all__ = [

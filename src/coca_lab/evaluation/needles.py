@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 
 from coca_attention.errors import UserError
-from coca_lab.data.needles import DIGITS, NeedleText, hide_needles
+from coca_lab.data.needle_texts import DIGITS, NeedleText, hide_needles
 from coca_lab.engine import Item
 from coca_lab.evaluation.perplexity import load_text
 from coca_lab.evaluation.task import Cell, Measurement, MethodSettings, Model, Task
 from coca_lab.evaluation.windows import last_logits
 from coca_lab.intervals import DocumentScore, mean_nats, nats_interval
-from coca_lab.settings.evaluations import TASK_OPTIONS, NeedleSettings
+from coca_lab.settings.evaluations import NEEDLES, NeedleSettings
 
 
 def measure_needles(
@@ -175,9 +175,4 @@ def _chosen(document: Cell, near: int | None, beyond: bool) -> list[Any]:
     return [each for each in document["needles"] if (each["distance"] > near) == beyond]
 
 
-NEEDLES_TASK = Task(
-    "needles",
-    TASK_OPTIONS["needles"].summary,
-    NeedleSettings,
-    measure=measure_needles,
-)
+NEEDLES_TASK = Task(**vars(NEEDLES), measure=measure_needles)

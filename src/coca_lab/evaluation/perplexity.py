@@ -24,7 +24,7 @@ from coca_lab.evaluation.windows import (
 )
 from coca_lab.intervals import DocumentScore, perplexity, perplexity_interval
 from coca_lab.loading import check_vocabulary
-from coca_lab.settings.evaluations import TASK_OPTIONS, PerplexitySettings, WindowSettings
+from coca_lab.settings.evaluations import PERPLEXITY, PerplexitySettings, WindowSettings
 from coca_lab.settings.sources import TextSettings, check_text
 
 ITEM_TOKENS = 65_536
@@ -268,9 +268,4 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-PERPLEXITY_TASK = Task(
-    "perplexity",
-    TASK_OPTIONS["perplexity"].summary,
-    PerplexitySettings,
-    measure=measure_perplexity,
-)
+PERPLEXITY_TASK = Task(**vars(PERPLEXITY), measure=measure_perplexity)

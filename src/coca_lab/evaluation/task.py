@@ -20,6 +20,7 @@ from coca_lab.evaluation.endpoint import Endpoint
 from coca_lab.fingerprints import code_fingerprint, model_fingerprint
 from coca_lab.loading import guard_vocabulary, load_model, model_without_weights
 from coca_lab.options import checked
+from coca_lab.settings.evaluations import TaskOptions
 from coca_lab.settings.studies import MethodSettings
 from coca_lab.store import Store
 
@@ -180,28 +181,16 @@ def cells_of(measurements: Sequence[Measurement], store: Store) -> list[Cell]:
 
 
 @dataclass(frozen=True)
-class Task:
+class Task(TaskOptions):
     """An evaluation task.
 
     Attributes:
-        name: Name of the command ``coca eval NAME``, of the section in a study, and of the field
-            ``task`` of its cells.
-        summary: One line for ``--help``.
-        settings: Documented dataclass whose fields are the options; all need defaults. Its
-            ``__post_init__`` raises UserError for settings that contradict each other.
         measure: From the model, the settings and the method to work that processes share; the
             model has no weights yet. Raises UserError for texts, prompts or sizes that do not fit
             the model. `at_once` makes it of a function that computes cells.
-        scaled: Whether methods apply. If not, a task runs once per model.
-        prompts: Whether it needs no more than answers to prompts, so that an endpoint can do it.
     """
 
-    name: str
-    summary: str
-    settings: type
-    measure: Measure
-    scaled: bool = True
-    prompts: bool = False
+    measure: Measure = field(kw_only=True)
 
     def measurements(
         self, model: Model, settings: object, method: MethodSettings

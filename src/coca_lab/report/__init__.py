@@ -2,10 +2,10 @@
 
 from coca_lab.cells import CELLS, CheckedCell
 from coca_lab.report.charts import LineChart
-from coca_lab.report.files import read_results
 from coca_lab.report.page import build_report, write_figures, write_report
+from coca_lab.report.result_files import read_results
 from coca_lab.report.section import Entry, Section
-from coca_lab.report.tasks import REPORTS, TaskReport, printed_tables
+from coca_lab.report.task_sections import REPORTS, TaskReport, printed_tables
 
 __all__ = [
     "CELLS",

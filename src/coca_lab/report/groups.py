@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from coca_lab.cells import CheckedCell, Facts, Figure, Record
-from coca_lab.report.files import IN_FOLDERS, TrainingRun
+from coca_lab.report.result_files import IN_FOLDERS, TrainingRun
 
 PLACE = (
     "task", "scaling", "factor", "window", "length", "kind", "pairs", "name",

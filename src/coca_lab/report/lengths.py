@@ -95,7 +95,6 @@ PASSKEYS = Measure(
     top=1,
 )
 RULER = Measure("RULER", "RULER score", x="tokens of prompt and answer", top=1)
-RECALL = Measure("Associative recall", "share of questions answered", x="tokens of the text", top=1)
 NEEDLES = Measure(
     "Needles by log probability", "nats a digit", x="tokens of the text", form="{:.2f}".format
 )

@@ -13,10 +13,16 @@ from coca_attention.errors import UserError
 from coca_lab.cells import Content
 from coca_lab.files import check_output, write_text
 from coca_lab.report.charts import COLOURS, LineChart, Palette
-from coca_lab.report.files import ResultFile, TrainingRun, paper_figures, parsed, read_results
 from coca_lab.report.groups import Cells, models_of, tell_apart, without_copies
+from coca_lab.report.result_files import (
+    ResultFile,
+    TrainingRun,
+    paper_figures,
+    parsed,
+    read_results,
+)
 from coca_lab.report.section import Section
-from coca_lab.report.tasks import REPORTS, Tasks, by_task, groups_of
+from coca_lab.report.task_sections import REPORTS, Tasks, by_task, groups_of
 from coca_lab.report.training import training_sections
 from coca_lab.yaml_files import dump_yaml
 

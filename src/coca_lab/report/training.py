@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from coca_lab.report.files import TrainingRun
+from coca_lab.report.result_files import TrainingRun
 from coca_lab.report.section import Entry, Section, number
 
 

@@ -7,10 +7,9 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from coca_attention.errors import UserError
 from coca_attention.method_names import MethodName
-from coca_lab.settings.sources import BadLines, PathText, Thinking
+from coca_lab.settings.sources import BadLines, Dtype, PathText, Precision, Thinking
 from coca_lab.settings.studies import MethodSettings
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 COLDEST = 1e-3
 """Logits divided by less may overflow."""
 
@@ -19,7 +18,7 @@ COLDEST = 1e-3
 class PlacedSettings:
     """In which precision and where a model is loaded."""
 
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Precision = "float32"
     """Precision of the weights."""
     device: str | None = None
     """cpu, cuda, …; by default the accelerator if there is one; auto spreads the model over all."""
@@ -196,7 +195,7 @@ class ServeSettings:
     """Answer several requests at once."""
     cache: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """With continuous batching, the share of the free memory that its cache takes."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Dtype = "auto"
     """Precision of the weights; auto keeps it."""
     device: str = "auto"
     """cpu, cuda, …; auto is the accelerator where there is one."""

@@ -165,32 +165,43 @@ class TaskOptions:
     """What the commands say of a task, and which options it has.
 
     Attributes:
-        summary: One line of help.
-        settings: The dataclass of its fields.
-        scaled: Whether the rotary scaling applies.
-        prompts: Whether an endpoint can do it.
+        name: Name of the command ``coca eval NAME``, of the section in a study, and of the field
+            ``task`` of its cells.
+        summary: One line for ``--help``.
+        settings: Documented dataclass whose fields are the options; all need defaults. Its
+            ``__post_init__`` raises UserError for settings that contradict each other.
+        scaled: Whether methods apply. If not, a task runs once per model.
+        prompts: Whether it needs no more than answers to prompts, so that an endpoint can do it.
     """
 
+    name: str
     summary: str
     settings: type
     scaled: bool = True
     prompts: bool = False
 
 
-TASK_OPTIONS = {
-    "perplexity": TaskOptions(
-        "Perplexity of a causal language model under sliding windows.", PerplexitySettings
-    ),
-    "needles": TaskOptions(
-        "Needles by log probability: how probable are the numbers hidden in a text?", NeedleSettings
-    ),
-    "passkey": TaskOptions(
-        "Passkey retrieval: does a model find five digits hidden in a long prompt?",
-        PasskeySettings,
-        prompts=True,
-    ),
-    "ruler": TaskOptions(
-        "RULER's tasks: needles, chains of variables, frequent words.", RulerSettings, prompts=True
-    ),
-}
+PERPLEXITY = TaskOptions(
+    "perplexity",
+    "Perplexity of a causal language model under sliding windows.",
+    PerplexitySettings,
+)
+NEEDLES = TaskOptions(
+    "needles",
+    "Needles by log probability: how probable are the numbers hidden in a text?",
+    NeedleSettings,
+)
+PASSKEY = TaskOptions(
+    "passkey",
+    "Passkey retrieval: does a model find five digits hidden in a long prompt?",
+    PasskeySettings,
+    prompts=True,
+)
+RULER = TaskOptions(
+    "ruler",
+    "RULER's tasks: needles, chains of variables, frequent words.",
+    RulerSettings,
+    prompts=True,
+)
+TASK_OPTIONS = {task.name: task for task in (PERPLEXITY, NEEDLES, PASSKEY, RULER)}
 """Of the tasks of ``coca eval`` by their names, those that are registered included."""

@@ -11,6 +11,10 @@ from coca_attention.errors import UserError
 BadLines = Literal["error", "skip"]
 PathText = Annotated[str, AfterValidator(os.path.expanduser)]
 """The type of settings that name a file or a folder: a first ``~`` is the user's folder."""
+Precision = Literal["float32", "bfloat16", "float16"]
+"""Of weights, or of a computation."""
+Dtype = Literal["auto", Precision]
+"""The same; auto is that of what is there."""
 Thinking = Literal["default", "on", "off"]
 """Whether a model thinks before its answer: as its chat template says, or as it is told."""
 TOKEN_IDS = ".npy"

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PositiveInt
 
@@ -12,7 +12,7 @@ from coca_attention.method_names import MethodName
 from coca_lab.old_names import methods_of_scalings
 from coca_lab.options import checked
 from coca_lab.settings.evaluations import TASK_OPTIONS
-from coca_lab.settings.sources import PathText
+from coca_lab.settings.sources import PathText, Precision
 
 Options = dict[str, Any]
 """Fields of a recipe by dotted names, such as {model.attention: rope}."""
@@ -108,7 +108,7 @@ class Plan:
     """Methods to evaluate with; by default models are as they were saved."""
     scalings: list[dict[str, Any]] | None = None
     """Old name of methods, whose method was called kind."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Precision = "float32"
     """Precision of the weights in the evaluation."""
     device: str | None = None
     """Where to evaluate: cpu, cuda, …; by default the accelerator if there is one. auto spreads a

@@ -20,6 +20,7 @@ from coca_lab.settings.studies import Options, StudySettings
 from coca_lab.store import Store
 from coca_lab.studies.trial import Trial
 from coca_lab.training import Recipe, load_recipe
+from coca_lab.yaml_files import read_yaml
 
 RESULTS_FILE, STORE_FILE = "results.json", "values.sqlite"
 REPORT_FILE, TOKENIZERS, LOGS = "report.html", "tokenizers", "logs"
@@ -200,13 +201,10 @@ def load_study(name: str | Path, words: Sequence[str] = ()) -> Study:
     Seeds, and fields of recipes such as ``--training.steps 50``, are set for all models and sizes.
     """
     options, rest = _recipe_words(words)
-    sections: Any = {"kind": "study", "program": "coca study", "sections": _task_sections()}
-    try:
-        study = read_settings(Study, name, rest, **sections)
-    except UserError as error:
-        if "recall: there is no such field" in str(error):
-            raise UserError(f"{error}; {RECALL}") from error
-        raise
+    sections = _task_sections()
+    if "recall" not in sections and "recall" in read_yaml(name, "study"):
+        raise UserError(f"{name}: {RECALL}")
+    study = read_settings(Study, name, rest, kind="study", program="coca study", sections=sections)
     seeds = {"seeds" for word in rest if word.partition("=")[0] == "--seeds"}
     for each in (*study.models.values(), *study.sizes.values()):
         for option in (seeds | options.keys()) & each.keys():

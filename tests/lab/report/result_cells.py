@@ -5,8 +5,8 @@ from html.parser import HTMLParser
 
 from coca_lab.data.ruler import ANSWER_TOKENS
 from coca_lab.intervals import wilson_interval
-from coca_lab.report.files import parsed
 from coca_lab.report.page import page_sections, tasks_and_runs
+from coca_lab.report.result_files import parsed
 from coca_lab.report.section import Section
 
 ATTENTION = {"CoCA-Slack": "slack", "CoCA-Strict": "strict"}

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+import studies.recall  # noqa: F401 (registers its section)
 from coca_lab.intervals import mean_interval
 from coca_lab.report import LineChart, build_report
 from coca_lab.report.charts import COLOURS, method_of
@@ -22,10 +23,10 @@ from coca_lab.report.drawing import (
     spread,
     static_svg,
 )
-from coca_lab.report.files import parsed
 from coca_lab.report.page import page_sections, tasks_and_runs
+from coca_lab.report.result_files import parsed
 from covering import mostly_slow
-from studies.trials import WORDS, published
+from studies.pages import WORDS, published
 
 RESULTS = Path(__file__).parents[3] / "results"
 

@@ -20,8 +20,8 @@ from result_cells import (
 
 from coca_attention.errors import UserError
 from coca_lab.report import Entry, Section, build_report, printed_tables, write_report
-from coca_lab.report.files import parsed, read_results
-from coca_lab.report.tasks import by_task
+from coca_lab.report.result_files import parsed, read_results
+from coca_lab.report.task_sections import by_task
 from coca_lab.studies import load_study, run_study
 from covering import mostly_slow
 from runs import OPTIONS

@@ -5,7 +5,7 @@ import math
 import pytest
 from result_cells import CELLS, lines, passkey, perplexity, ruler, shown, study, training
 
-from coca_lab.evaluation.retrieval import RULER_TASK, RulerSettings
+from coca_lab.evaluation.prompts import RULER_TASK, RulerSettings
 from coca_lab.evaluation.task import Model, evaluate
 from coca_lab.report import build_report, printed_tables
 from coca_lab.report.section import times
@@ -154,7 +154,7 @@ def test_rulers_tasks_by_hand():
 
 def test_all_of_rulers_tasks_are_one_group(tokenizer, text_folder, monkeypatch, undrawn):
     """As they are evaluated: answers of 128, 30, 120 and 50 tokens, each around its own text."""
-    answers = "coca_lab.evaluation.retrieval.greedy_answers"
+    answers = "coca_lab.evaluation.prompts.greedy_answers"
     monkeypatch.setattr(answers, lambda module, tokenizer, ids, **_: ["0"] * len(ids))
     kinds = ["niah_single_1", "niah_multikey_1", "vt", "cwe", "fwe"]
     settings = RulerSettings(source=str(text_folder), kinds=kinds, lengths=[2500], samples=1)

@@ -269,7 +269,7 @@ def test_a_study_notices_another_task_of_the_same_name(model, tmp_path):
             f"def evaluate(model, settings, scaling):\n    return [{{'n': {answer}}}]\n"
         )
         exec(compile(file.read_text(), str(file), "exec"), module)
-        register_task(Task("toy", "A toy.", NoSettings, at_once(module["evaluate"])))
+        register_task(Task("toy", "A toy.", NoSettings, measure=at_once(module["evaluate"])))
         try:
             answers.append(cells(ready(tmp_path, model, toy={}), tmp_path)[0]["n"])
         finally:

@@ -98,7 +98,7 @@ def test_what_is_finished_is_not_measured_again(small, finished, tmp_path, monke
         raise AssertionError("measured again")
 
     monkeypatch.setattr("coca_lab.evaluation.perplexity.score_windows", refuse)
-    monkeypatch.setattr("coca_lab.evaluation.retrieval.greedy_answers", refuse)
+    monkeypatch.setattr("coca_lab.evaluation.prompts.greedy_answers", refuse)
     out = shutil.copytree(out, tmp_path / "out")
     assert results(load_study(small), out) == cells
     # One prompt more: the others are still there.

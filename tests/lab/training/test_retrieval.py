@@ -9,7 +9,7 @@ from accelerate import PartialState
 from coca_attention.errors import UserError
 from coca_lab.data.tasks import PASSKEY_ANSWER, encoder
 from coca_lab.evaluation import Model, evaluate
-from coca_lab.evaluation.retrieval import PASSKEY_TASK, PasskeySettings
+from coca_lab.evaluation.prompts import PASSKEY_TASK, PasskeySettings
 from coca_lab.training import load_recipe, read_summary, train
 from coca_lab.training import retrieval as module
 from coca_lab.training.retrieval import SEED, load_retrieval

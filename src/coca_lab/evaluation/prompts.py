@@ -30,7 +30,8 @@ from coca_lab.evaluation.task import Cell, Measurement, MethodSettings, Model, T
 from coca_lab.generation import greedy_answers
 from coca_lab.intervals import wilson_interval
 from coca_lab.settings.evaluations import (
-    TASK_OPTIONS,
+    PASSKEY,
+    RULER,
     PasskeySettings,
     PromptSettings,
     RulerSettings,
@@ -112,13 +113,7 @@ def _share_found(records: list[Cell]) -> Cell:
     return {"accuracy": hits / trials, "wilson95": wilson_interval(hits, trials)}
 
 
-PASSKEY_TASK = Task(
-    "passkey",
-    TASK_OPTIONS["passkey"].summary,
-    PasskeySettings,
-    measure=measure_passkeys,
-    prompts=True,
-)
+PASSKEY_TASK = Task(**vars(PASSKEY), measure=measure_passkeys)
 
 
 def measure_ruler(
@@ -179,10 +174,4 @@ def _mean_score(records: list[Cell]) -> Cell:
     return {"score": fmean(scores), "wilson95": wilson_interval(sum(scores), len(scores))}
 
 
-RULER_TASK = Task(
-    "ruler",
-    TASK_OPTIONS["ruler"].summary,
-    RulerSettings,
-    measure=measure_ruler,
-    prompts=True,
-)
+RULER_TASK = Task(**vars(RULER), measure=measure_ruler)

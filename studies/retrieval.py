@@ -1,6 +1,6 @@
 """The tables of results/retrieval, from runs of the study by ``coca study retrieval``.
 
-    PYTHONPATH=src:. python -m studies.retrieval_tables runs/retrieval/results.json
+    PYTHONPATH=src:. python -m studies.retrieval runs/retrieval/results.json
 
 adds the trials of a run to trials.jsonl, without the text of answers, and writes the tables into
 the page; without files it writes the tables. A trial that is there already stays as it is.

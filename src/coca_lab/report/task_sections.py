@@ -17,7 +17,6 @@ from coca_lab.cells import (
     Passkey,
     Perplexity,
     Prompts,
-    Recall,
     Ruler,
     cell_type,
 )
@@ -29,13 +28,11 @@ from coca_lab.intervals import (
     wilson_interval,
 )
 from coca_lab.report.charts import Frame
-from coca_lab.report.files import ResultFile, parsed, read_as
 from coca_lab.report.groups import Cells, comparable
 from coca_lab.report.lengths import (
     NEEDLES,
     PASSKEYS,
     PERPLEXITY,
-    RECALL,
     RULER,
     SHORT,
     Point,
@@ -47,6 +44,7 @@ from coca_lab.report.lengths import (
     line_label,
     trained_length,
 )
+from coca_lab.report.result_files import ResultFile, parsed, read_as
 from coca_lab.report.section import Section
 
 Tasks = dict[str, list[Cells]]
@@ -211,15 +209,6 @@ def passkey_sections(cells: Sequence[Passkey]) -> list[Section]:
     return length_sections(frame_of(passkey_points(cells)), PASSKEYS, prompts_caption(cells))
 
 
-def recall_sections(cells: Sequence[Recall]) -> list[Section]:
-    """Right answers, for every number of pairs."""
-    points = []
-    for cell in cells:
-        kind = f"{cell.pairs} pairs" if isinstance(cell.pairs, int) else cell.pairs
-        points.append(Point(cell, cell.length, cell.accuracy, cell.wilson95, kind))
-    return length_sections(frame_of(points), RECALL, prompts_caption(cells))
-
-
 def ruler_sections(cells: Sequence[Ruler]) -> list[Section]:
     """The mean score over the tasks that all models have, against the length; and every task's."""
     points = [Point(cell, cell.length, cell.score, cell.wilson95, cell.kind) for cell in cells]
@@ -337,7 +326,6 @@ REPORTS: dict[str, TaskReport] = {
     "needles": TaskReport(needle_sections, "Needles by log probability"),
     "passkey": TaskReport(passkey_sections, "Passkey retrieval"),
     "ruler": TaskReport(ruler_sections, "RULER"),
-    "recall": TaskReport(recall_sections, "Associative recall"),
     "harness": TaskReport(harness_sections, "Short context"),
 }
 """By the field ``task`` of a cell, in the order of the page."""
