@@ -3,9 +3,12 @@
 import os
 import signal
 import sqlite3
+import struct
 import sys
 import time
 from concurrent.futures import BrokenExecutor, Future
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection
 
 import pytest
 
@@ -240,6 +243,24 @@ def test_killed_processes_are_replaced_and_a_killer_is_named(tmp_path):
     with Store(tmp_path / "values.sqlite") as store, Workers(2, logs=tmp_path / "logs") as executor:
         said = check_killing(executor, tmp_path, store)
         assert said.startswith("item 1: its process was ended 3 times, perhaps for lack of memory")
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_within_its_result_is_missed():
+    def work(numbers):
+        whole = Connection._send_bytes
+
+        def half(pipe, content):
+            if len(content) < 10**6:
+                return whole(pipe, content)
+            pipe._send(struct.pack("!i", len(content)) + bytes(content[:100_000]))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        Connection._send_bytes = half
+        return [" " * 10**6]
+
+    with Workers(1) as executor, pytest.raises(BrokenProcessPool):
+        executor.submit(work, [0]).result(timeout=120)
 
 
 @pytest.mark.slow
