@@ -5,6 +5,7 @@ import signal
 import sqlite3
 import struct
 import sys
+import threading
 import time
 from concurrent.futures import BrokenExecutor, Future
 from concurrent.futures.process import BrokenProcessPool
@@ -303,6 +304,30 @@ def test_an_address_without_a_cluster_is_one_line():
 def test_on_ray_values_are_the_same_and_a_killer_is_named(ray, tmp_path):
     with Store(tmp_path / "values.sqlite") as store:
         assert check_killing(OnRay(), tmp_path, store).startswith("item 1: unexpected W")
+
+
+@pytest.mark.slow
+def test_an_interruption_reaches_what_ray_computes(ray, tmp_path):
+    def work(numbers):
+        (tmp_path / "started").touch()
+        try:
+            for _ in range(600):
+                time.sleep(0.1)
+        except KeyboardInterrupt:  # as a training that saves its step
+            time.sleep(2)
+            (tmp_path / "saved").touch()
+            raise
+        return numbers
+
+    def interrupt():
+        while not (tmp_path / "started").exists():
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        Engine(executor=OnRay()).run(items_of(work, range(1)))
+    assert (tmp_path / "saved").exists()
 
 
 @pytest.mark.slow
