@@ -16,6 +16,8 @@ from coca_lab.engine import ItemExecutor, Outcome, Work, compute_sent
 
 PATIENCE = 20.0
 """Seconds in which a cluster has to answer."""
+GRACE = 60.0
+"""Seconds in which an item that has to end can save what it is training."""
 
 
 class OnRay(ItemExecutor):
@@ -43,6 +45,7 @@ class OnRay(ItemExecutor):
         self._compute: Any = ray.remote(**options, max_retries=0)(_compute_remotely)
         self._work: Work | None = None
         self._sent: Any = None
+        self._running: list[Any] = []  # references to what was submitted, until it has ended
 
     @property
     def slots(self) -> int:
@@ -59,7 +62,20 @@ class OnRay(ItemExecutor):
         if fn is not self._work:  # items with the same follow each other
             self._sent = ray.put(cloudpickle.dumps(fn))
             self._work = fn
-        return self._compute.remote(os.getcwd(), self._sent, arguments).future()
+        _, self._running = ray.wait(self._running, num_returns=len(self._running), timeout=0)
+        reference = self._compute.remote(os.getcwd(), self._sent, arguments)
+        self._running.append(reference)
+        return reference.future()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the items with ``cancel_futures`` as Ctrl-C does, within `GRACE` if trainings save."""
+        import ray  # an optional package
+
+        if cancel_futures and self._running:
+            for reference in self._running:
+                ray.cancel(reference)
+            ray.wait(self._running, num_returns=len(self._running), timeout=GRACE)
+        self._running.clear()
 
 
 def _compute_remotely(folder: str, work: bytes, arguments: Sequence[object]) -> Outcome:

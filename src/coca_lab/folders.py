@@ -47,6 +47,7 @@ from coca_lab.weights import (
     copy_weights,
     is_finite,
     kept_apart,
+    not_finite,
     quantised_by,
     weight_files,
 )
@@ -200,7 +201,7 @@ def writing_model(
     """
     for name, weight in () if keep_weights else model.named_parameters():
         if not is_finite(weight):
-            raise UserError(f"{source}: {name} has values that are not finite: it is damaged")
+            raise UserError(not_finite(source, name))
     try:
         with writing(target) as partial:
             if keep_weights:

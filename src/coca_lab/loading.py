@@ -28,6 +28,7 @@ from coca_lab.weights import (
     MODELOPT,
     check_are_numbers,
     check_loaded,
+    check_values,
     model_of_headers,
     quantised_by,
     tensor_headers,
@@ -166,11 +167,16 @@ def model_without_weights(
     return model.eval()
 
 
-def check_can_be_loaded(path: str | Path) -> None:
-    """Raise UserError for what `load_model` would refuse, before its weights are read."""
+def check_can_be_served(path: str | Path) -> None:
+    """Raise UserError for what `load_model` would refuse, and for weights that are not finite.
+
+    Files are read once, before the server reads them again, now from memory.
+    """
     config = model_without_weights(path, "auto").config
     with _naming(str(path)) as place:
+        check_safetensors(place.path)
         _check_can_be_read(place, config)
+        check_values(weight_files(place))
 
 
 def check_no_adapter(path: str | Path | Place) -> None:

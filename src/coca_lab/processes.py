@@ -95,6 +95,10 @@ class _Worker:
         self.future = self.pool.submit(_compute, sent, arguments, log)
         self._work = work
         self._its_end.close()  # which the process has now
+        # The pool keeps the end of its results open that the process writes to. A process that is
+        # killed within a result of more than 64 kB, what a pipe holds, would then never be missed:
+        # the pool's thread would wait for the rest (CPython 3.11 to 3.14).
+        self.pool._result_queue._writer.close()  # pyright: ignore[reportPrivateUsage]
         return self.future
 
     def end(self) -> None:

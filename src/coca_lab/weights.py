@@ -8,7 +8,7 @@ and no value is read.
 import copy
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -278,6 +278,28 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(low.isfinite() and high.isfinite())
 
 
+def check_values(files: Mapping[str, Path]) -> None:
+    """Raise UserError if a number of weight files is NaN or infinite; reads them once."""
+    for file in files.values():
+        if file.suffix != ".safetensors":
+            continue
+        with safe_open(file, "pt") as content:
+            for name in content.keys():  # noqa: SIM118 (no mapping)
+                tensor = content.get_tensor(name)
+                if has_numbers(name, tensor.dtype) and not is_finite(tensor):
+                    raise UserError(not_finite(file, name))
+
+
+def has_numbers(name: str, dtype: torch.dtype) -> bool:
+    """Whether a tensor has numbers that a model uses: none that are packed, nor old buffers."""
+    return dtype.is_floating_point and dtype.itemsize > 1 and not OLD_BUFFERS.search(name)
+
+
+def not_finite(path: str | Path, name: str) -> str:
+    """What is said of a tensor with NaN or infinity."""
+    return f"{path}: {name} has values that are not finite: it is damaged"
+
+
 def copy_weights(file: Path, target: Path) -> None:
     """Copy a file of weights, or their index; UserError if one is NaN or infinite.
 
@@ -294,20 +316,11 @@ def copy_weights(file: Path, target: Path) -> None:
             for name, about in sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]):
                 begin, end = about["data_offsets"]
                 dtype = str_to_torch_dtype.get(about["dtype"], torch.uint8)
-                checked = dtype.is_floating_point and dtype.itemsize > 1
-                checked = checked and not OLD_BUFFERS.search(name)
-                for size in _pieces(end - begin):
-                    piece = bytearray(source.read(size))
+                checked = has_numbers(name, dtype)
+                for place in range(begin, end, CHUNK):
+                    piece = bytearray(source.read(min(CHUNK, end - place)))
                     if checked and not is_finite(torch.frombuffer(piece, dtype=dtype)):
-                        raise UserError(
-                            f"{file}: {name} has values that are not finite: it is damaged"
-                        )
+                        raise UserError(not_finite(file, name))
                     sink.write(piece)
         while piece := source.read(CHUNK):
             sink.write(piece)
-
-
-def _pieces(size: int) -> Iterable[int]:
-    """The sizes in bytes of parts that are copied at once."""
-    whole, rest = divmod(size, CHUNK)
-    return [CHUNK] * whole + [rest] * (rest > 0)

@@ -3,9 +3,13 @@
 import os
 import signal
 import sqlite3
+import struct
 import sys
+import threading
 import time
 from concurrent.futures import BrokenExecutor, Future
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection
 
 import pytest
 
@@ -243,6 +247,24 @@ def test_killed_processes_are_replaced_and_a_killer_is_named(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_process_that_is_killed_within_its_result_is_missed():
+    def work(numbers):
+        whole = Connection._send_bytes
+
+        def half(pipe, content):
+            if len(content) < 10**6:
+                return whole(pipe, content)
+            pipe._send(struct.pack("!i", len(content)) + bytes(content[:100_000]))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        Connection._send_bytes = half
+        return [" " * 10**6]
+
+    with Workers(1) as executor, pytest.raises(BrokenProcessPool):
+        executor.submit(work, [0]).result(timeout=120)
+
+
+@pytest.mark.slow
 def test_processes_end_with_what_started_them_and_keep_what_failed_in_their_logs(tmp_path):
     log = tmp_path / "logs" / "item-0.log"
 
@@ -282,6 +304,30 @@ def test_an_address_without_a_cluster_is_one_line():
 def test_on_ray_values_are_the_same_and_a_killer_is_named(ray, tmp_path):
     with Store(tmp_path / "values.sqlite") as store:
         assert check_killing(OnRay(), tmp_path, store).startswith("item 1: unexpected W")
+
+
+@pytest.mark.slow
+def test_an_interruption_reaches_what_ray_computes(ray, tmp_path):
+    def work(numbers):
+        (tmp_path / "started").touch()
+        try:
+            for _ in range(600):
+                time.sleep(0.1)
+        except KeyboardInterrupt:  # as a training that saves its step
+            time.sleep(2)
+            (tmp_path / "saved").touch()
+            raise
+        return numbers
+
+    def interrupt():
+        while not (tmp_path / "started").exists():
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        Engine(executor=OnRay()).run(items_of(work, range(1)))
+    assert (tmp_path / "saved").exists()
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """``coca serve``: Transformers' server with the models of this package."""
 
 import json
+import math
 import shutil
 import signal
 import socket
@@ -9,6 +10,7 @@ from urllib.error import HTTPError
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from coca_lab.loading import load_model
 from commands import post, run, serving
@@ -63,6 +65,18 @@ def test_an_address_where_nothing_can_listen_is_one_line(capsys, model_folder):
 def test_weights_that_are_no_numbers_are_not_served(capsys, model_folder, tmp_path):
     pytest.importorskip("uvicorn", reason="Transformers' server is an extra")
     folder = shutil.copytree(model_folder, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if "layernorm" in name)
+    for value in (math.nan, math.inf):
+        weights[name][3] = value
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        code, _, err = run(capsys, "serve", folder)
+        assert code == 2 and f"{name} has values that are not finite" in err
+    torch.save(weights, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    code, _, err = run(capsys, "serve", folder)
+    assert code == 2 and "its weights are .bin files" in err
+    folder = shutil.copytree(model_folder, tmp_path / "quantised")
     (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
     code, _, err = run(capsys, "serve", folder)
     assert code == 2 and "quantised as hf_quant_config.json says" in err

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from coca_attention import load_original
 from coca_attention.testing import logits
-from families import assert_reloads, reloaded
+from families import assert_reloads, reloaded, vanilla
 
 NAMES = [f"{f} {s}" for f in ("llama", "gpt_neox") for s in ("plain", "linear", "dynamic")]
 
@@ -107,11 +107,23 @@ def test_invalid_checkpoints_are_refused(settings, change, message, tmp_path):
         load_original(write(tmp_path, {**config, **settings}, weights))
 
 
-def test_keys_of_a_vanilla_llama_are_not_taken_for_t(tmp_path):
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_keys_of_a_vanilla_llama_are_not_taken_for_t(kind, tmp_path):
     config, weights, _ = extract("llama dynamic")
-    vanilla = {name.replace("t_proj", "k_proj"): weight for name, weight in weights.items()}
-    with pytest.raises(ValueError, match=r"k_proj.weight is not known: .* t_proj"):
-        load_original(write(tmp_path, config, vanilla))
+    keys = {name.replace("t_proj", "k_proj"): weight for name, weight in weights.items()}
+    write(tmp_path, config, keys)
+    if kind == "bin":
+        (tmp_path / "model.safetensors").unlink()
+        torch.save(keys, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.k_proj.weight is not .* t_proj"):
+        load_original(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["GPT-NeoX", "Llama"])
+def test_what_transformers_5_wrote_is_no_checkpoint_of_the_authors(family, tmp_path):
+    vanilla(family, rotary_pct=1.0).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"has rope_parameters.*coca convert --form"):
+        load_original(tmp_path)
 
 
 def test_unreadable_folders_are_named(tmp_path):

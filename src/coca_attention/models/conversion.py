@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import (
     GPTNeoXForCausalLM,
@@ -287,6 +288,7 @@ MODELS: dict[str, Any] = {
 RENAMED = {r"self_attn\.t_proj": "self_attn.k_proj", r"^embed_out\.": "lm_head."}
 """By the authors' names, those of a vanilla model's tensors: T is as wide as the keys, and in
 GPT-NeoX in their place in ``query_key_value``."""
+VANILLA = "Vanilla models are converted by coca convert --form, or convert(model)"
 BUFFERS = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias")
 """Buffers that old versions of Transformers saved with the weights."""
 
@@ -323,7 +325,12 @@ def load_original(source: str | Path, *, dtype: torch.dtype | None = None) -> Pr
             f"{source}: no weights could be loaded, or a file is damaged or contains more than "
             f"tensors: {error}"
         ) from error
-    _check_has_t(Path(source))
+    keys = sorted(name for name in _tensor_names(Path(source)) if "self_attn.k_proj." in name)
+    if keys:  # of a vanilla Llama, which have been taken for T of the same shape
+        raise UserError(
+            f"{source}: {keys[0]} is not known: the authors' models have a t_proj in its place. "
+            f"{VANILLA}"
+        )
     unknown = [name for name in sorted(info["unexpected_keys"]) if not name.endswith(BUFFERS)]
     problems = [f"{name} is missing" for name in sorted(info["missing_keys"])]
     problems += [f"{name} is not known" for name in unknown]
@@ -336,21 +343,16 @@ def load_original(source: str | Path, *, dtype: torch.dtype | None = None) -> Pr
     return convert(model, "slack").eval()
 
 
-def _check_has_t(folder: Path) -> None:
-    """Raise UserError for keys of a vanilla Llama, which would be taken for T of the same shape.
-
-    The files have been read: their headers are sound.
-    """
+def _tensor_names(folder: Path) -> set[str]:
+    """The names of all tensors of a folder whose files have been read, and are sound."""
+    found = set[str]()
     for file in folder.glob("*.safetensors"):
-        with file.open("rb") as content:
-            length = int.from_bytes(content.read(8), "little")
-            names = json.loads(content.read(length))
-        keys = [name for name in names if "self_attn.k_proj." in name]
-        if keys:
-            raise UserError(
-                f"{folder}: {keys[0]} is not known: the authors' models have a t_proj in its "
-                "place. Vanilla models are converted by coca convert --form, or convert(model)"
-            )
+        with safe_open(file, "pt") as content:
+            found.update(content.keys())
+    if not found:
+        for file in folder.glob("pytorch_model*.bin"):
+            found.update(torch.load(file, map_location="meta", weights_only=True))
+    return found
 
 
 def _original_configuration(folder: Path) -> PreTrainedConfig:
@@ -364,6 +366,12 @@ def _original_configuration(folder: Path) -> PreTrainedConfig:
         raise UserError(
             f"{folder}: expected model_type {' or '.join(MODELS)}, as in the authors' checkpoints; "
             f"got {kind!r}"
+        )
+    if "rope_parameters" in settings:
+        # T and keys of GPT-NeoX have one name and shape, so its weights do not tell.
+        raise UserError(
+            f"{folder}: config.json has rope_parameters, which Transformers 5 writes for vanilla "
+            f"models, and the authors' code does not. {VANILLA}"
         )
     values = {k: v for k, v in settings.items() if k not in ("model_type", "auto_map")}
     try:

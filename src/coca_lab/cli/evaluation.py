@@ -46,6 +46,7 @@ def run_task(
         device=loading.device,
         endpoint=at.endpoint,
         requests=at.requests,
+        timeout=at.timeout,
     )
     with Store(output.with_suffix(".values.sqlite")) as store, ProgressBar() as progress:
         engine = Engine(store, progress)

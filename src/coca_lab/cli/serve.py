@@ -9,7 +9,7 @@ from transformers.utils.import_utils import is_serve_available
 
 import coca_attention.models  # noqa: F401 (registers the models)
 from coca_attention.errors import UserError, install
-from coca_lab.loading import check_can_be_loaded
+from coca_lab.loading import check_can_be_served
 from coca_lab.settings.commands import ServeSettings
 
 
@@ -19,8 +19,8 @@ def serve_command(path: str, settings: ServeSettings) -> None:
         raise UserError(f"the server's packages are not installed: {install('serve')}")
     from transformers.cli.serve import Serve  # needs the optional packages
 
-    check_can_be_loaded(path)  # UserError, where the server would show a traceback
     check_address(settings.host, settings.port)
+    check_can_be_served(path)  # where the server would show a traceback, or answer nonsense
     try:
         Serve(
             force_model=path,

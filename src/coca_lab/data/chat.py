@@ -21,16 +21,19 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, said: str, thinking: Thinking 
     Templates that take no text as the content of a message get a list with one part.
 
     Raises:
-        UserError: If there is no template, it raises, or leaves out what the user says, or has no
-            ``enable_thinking`` to set.
+        UserError: If there is no template, it raises, leaves out or repeats what the user says, or
+            has no ``enable_thinking`` to set.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise UserError("the tokenizer has no chat template: ask without one")
     problem = "it leaves out what the user says"
     for as_parts in (False, True):
         try:
-            if WORD in _applied(tokenizer, WORD, as_parts, thinking):
+            times = _applied(tokenizer, WORD, as_parts, thinking).count(WORD)
+            if times == 1:
                 return _applied(tokenizer, said, as_parts, thinking)
+            if times > 1:
+                problem = "it repeats what the user says"
         except Exception as error:  # whatever a template raises, or its language
             if not as_parts:
                 problem = " ".join(str(error).split())[:300] or type(error).__name__
@@ -59,13 +62,13 @@ def chat_frame(
     """What a chat template puts before and behind what the user says, once and as it is.
 
     Raises:
-        UserError: As of `chat_text`, or if the template repeats or changes what the user says.
+        UserError: As of `chat_text`, or if the template changes what the user says.
     """
     text = chat_text(tokenizer, LINES, thinking)
     if text.count(WORD) != LINES.count(WORD) or text.count(LINES) != 1:
         raise UserError(
-            "the tokenizer's chat template repeats or changes what the user says, so no prompt "
-            "has an exact length: ask without it"
+            "the tokenizer's chat template changes what the user says, so no prompt has an exact "
+            "length: ask without it"
         )
     opening, _, closing = text.partition(LINES)
     return opening, closing

@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 RETRIES = 6
 """How often a request is repeated that found no server, or a busy or broken one. The client waits
 0.5, 1, 2, 4, 8 and 8 s, or as ``Retry-After`` says, up to two minutes (versions before 3: one)."""
-TIMEOUT = 3600.0
-"""Seconds in which an answer has to begin: one that is not streamed begins with its last token."""
+TRIES = 2
+"""How often a server that hangs is asked: it may still compute what it was asked before."""
 CONNECT_TIMEOUT = 10.0
 """Seconds in which a server has to accept a connection."""
 NO_PENALTY = {"frequency_penalty": 0, "repetition_penalty": 1, "repeat_penalty": 1}
@@ -54,6 +54,8 @@ class Endpoint:
             variable OPENAI_API_KEY is its key, if it needs one.
         model: What the server calls the model.
         requests: Number of requests at once.
+        timeout: Seconds in which an answer has to begin. It is not streamed, so it begins with its
+            last token, after the requests that the server answers before it.
         refused: Names of `NO_PENALTY` that the server does not take.
         failed: Why it does not answer any more.
         warned: Of what it was warned, once for all prompts.
@@ -62,6 +64,7 @@ class Endpoint:
     url: str
     model: str
     requests: int = 8
+    timeout: float = 600.0
     refused: set[str] = field(default_factory=set, repr=False)
     failed: UserError | None = field(default=None, repr=False)
     warned: set[str] = field(default_factory=set, repr=False)
@@ -172,7 +175,7 @@ class Endpoint:
                 base_url=self.url,
                 api_key=self._key or "none",
                 max_retries=RETRIES,
-                timeout=openai.Timeout(TIMEOUT, connect=CONNECT_TIMEOUT),
+                timeout=openai.Timeout(self.timeout, connect=CONNECT_TIMEOUT),
                 http_client=http,
             )
             places = asyncio.Semaphore(self.requests)
@@ -204,9 +207,16 @@ class Endpoint:
                 raise self.failed
             guards = {name: value for name, value in NO_PENALTY.items() if name not in self.refused}
             try:
-                answer = await client.completions.with_raw_response.create(
-                    model=self.model, temperature=0, **body, extra_body=guards
+                async with asyncio.timeout(TRIES * self.timeout):
+                    answer = await client.completions.with_raw_response.create(
+                        model=self.model, temperature=0, **body, extra_body=guards
+                    )
+            except TimeoutError:
+                self.failed = self._error(
+                    f"no answer within {TRIES} times {self.timeout:g} s: see whether it works, or "
+                    "set a longer --timeout, or fewer --requests at once"
                 )
+                raise self.failed from None
             except openai.APIStatusError as error:
                 status, said = error.status_code, error.response.text
                 named = first_named(guards, said) if status in (400, 422) else None

@@ -69,7 +69,8 @@ def open_models(plan: Plan, paths: Mapping[str, str], texts: Texts) -> list[Mode
     for name, path in paths.items():
         with error_prefix(f"model {name}: "):
             if plan.endpoint:
-                model = served_model(path, Endpoint(plan.endpoint, name, plan.requests))
+                endpoint = Endpoint(plan.endpoint, name, plan.requests, plan.timeout)
+                model = served_model(path, endpoint)
             else:
                 model = open_model(path, name, plan.dtype, plan.device)
             tokenizer: Any = model.tokenizer

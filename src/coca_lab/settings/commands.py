@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from coca_attention.errors import UserError
 from coca_attention.method_names import MethodName
@@ -86,6 +86,9 @@ class EndpointSettings:
     """What the server calls the model, and so do the results; by default as the folder."""
     requests: PositiveInt = 8
     """Requests at once."""
+    timeout: PositiveFloat = 600.0
+    """Seconds in which the server has to answer a request, those before it included: enough for
+    100,000 tokens at 170 a second. It is asked twice."""
 
     def __post_init__(self) -> None:
         if self.model is not None and self.endpoint is None:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PositiveInt
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
 from coca_attention.errors import UserError
 from coca_attention.method_names import MethodName
@@ -118,6 +118,9 @@ class Plan:
     http://127.0.0.1:8000/v1. It calls them by their names; folders are those of tokenizers."""
     requests: PositiveInt = 8
     """Requests to the endpoint at once."""
+    timeout: PositiveFloat = 600.0
+    """Seconds in which the server has to answer a request, those before it included: enough for
+    100,000 tokens at 170 a second. It is asked twice."""
     tasks: dict[str, Any] = field(default_factory=dict)
     """Settings of every evaluation task, by its name."""
 

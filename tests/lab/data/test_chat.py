@@ -30,9 +30,12 @@ BROKEN = [
     ("{{ messages[7].content }}", "cannot be used: .*has no element 7"),
     ("{{ messages[0].content + 1 }}", "cannot be used: .*concatenate"),
     ("CONTENT", "cannot be used: it leaves out what the user says"),
+    (
+        "{{ messages[0].content }}{{ messages[0].content }}",
+        "cannot be used: it repeats what the user says",
+    ),
 ]
 CHANGED = [
-    "{{ messages[0].content }}{{ messages[0].content }}",
     "{{ messages[0].content | tojson }}",
     "{{ messages[0].content[:20] }}",
 ]
@@ -80,7 +83,7 @@ def test_a_template_that_cannot_be_used_is_refused(template, text, message):
 
 @pytest.mark.parametrize("text", CHANGED)
 def test_a_prompt_whose_text_a_template_changes_is_refused(template, text):
-    with pytest.raises(UserError, match="repeats or changes what the user says"):
+    with pytest.raises(UserError, match="template changes what the user says"):
         ask_for_ruler(template(text), "niah_single_1", 1024, [0], chat=True)
     assert "alpha1" in chat_text(template(text), "alpha1")
 

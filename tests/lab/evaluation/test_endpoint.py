@@ -292,6 +292,22 @@ def test_a_server_that_is_gone_is_not_asked_for_ever(tokenizer, waits, caplog):
     assert said.endswith("asking again, up to 2 times")
 
 
+def test_a_server_that_hangs_is_asked_twice(capsys, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.undo()  # with the client's own waits and retries
+    tokenizer.save_pretrained(tmp_path)
+    words = ["eval", "passkey", tmp_path, "--model", "m", "--lengths", "300", "--samples", "1"]
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        at = ["--endpoint", f"http://127.0.0.1:{silent.getsockname()[1]}/v1", "--timeout", "1"]
+        code, _, err = run(capsys, *words, *at)
+        assert code == 2 and "no answer within 2 times 1 s" in err and "--timeout" in err
+        silent.settimeout(1)
+        asked = [silent.accept()[0] for _ in range(2)]
+        with pytest.raises(TimeoutError):
+            silent.accept()
+    for connection in asked:
+        connection.close()
+
+
 @pytest.mark.parametrize(
     "url", ["file:///etc/passwd", "localhost:8000", "http://", "http://a:b/v1", "http://[1/v1"]
 )
