@@ -19,6 +19,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from coca_attention import __version__
 from coca_attention.errors import UserError, install, published_at
+from coca_attention.method_names import MethodName
 from coca_attention.models.configuration import (
     GLOBAL,
     LOCAL,
@@ -29,7 +30,12 @@ from coca_attention.models.configuration import (
     training_length,
 )
 from coca_attention.models.conversion import Conversion, convert, load_original
-from coca_attention.models.methods import extend_context, extended_lengths, method_named
+from coca_attention.models.methods import (
+    EXTENSION,
+    extend_context,
+    extended_lengths,
+    method_named,
+)
 from coca_attention.ops import DistanceMap
 from coca_lab.data import load_tokenizer
 from coca_lab.data.text import TOKENIZER_FILES
@@ -121,7 +127,7 @@ def convert_folder(
 def extend_folder(
     source: str | Path,
     target: str | Path,
-    method: Any = "limited",
+    method: MethodName,
     *,
     dtype: str = "auto",
     report: str = "",
@@ -358,12 +364,19 @@ def facts(config: PreTrainedConfig) -> dict[str, str]:
         for rope in ropes
     )
     length = training_length(config)
+    context = f"{length:,} tokens" if length else ""
+    extended = getattr(config, EXTENSION, None)
+    if extended:
+        context = (
+            f"{extended['to']:,} tokens, extended from {extended['length']:,} by "
+            f"{extended['method']}"
+        )
     return {
         "attention": f"{attention}; {heads} heads of {head_width(config)}, {groups} for keys and "
         "values",
         "layers": layers,
         "rotation": "; ".join(dict.fromkeys(rotations)),
-        "context": f"{length:,} tokens" if length else "",
+        "context": context,
     }
 
 

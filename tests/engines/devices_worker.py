@@ -62,7 +62,7 @@ def refused_by_zero_3(llama, converted):
     assert next(model.parameters()).ds_id is not None and kept
     config = AutoConfig.from_pretrained(converted)
     for attempt in (
-        lambda: convert(model),
+        lambda: convert(model, "slack"),
         lambda: AutoModelForCausalLM.from_pretrained(converted),
         lambda: AutoModelForCausalLM.from_config(config),
     ):

@@ -61,7 +61,7 @@ def test_executorch_reads_a_token_at_a_time(kind, form, settings, rotary, tmp_pa
 def test_zero_3_is_refused(tmp_path):
     llama = vanilla("Llama")
     llama.save_pretrained(tmp_path / "llama")
-    convert(llama).save_pretrained(tmp_path / "converted")
+    convert(llama, "slack").save_pretrained(tmp_path / "converted")
     said = run("deepspeed", tmp_path / "llama", tmp_path / "converted").splitlines()[-3:]
     assert "load the model without offloading or DeepSpeed ZeRO-3" in said[0]
     assert "use ZeRO-2, or FSDP2" in said[1] and "use ZeRO-2, or FSDP2" in said[2]

@@ -35,10 +35,15 @@ from commands import run
 from families import FAMILIES, SIZES, configuration, reloaded, vanilla
 
 
+def test_a_form_has_to_be_named():
+    with pytest.raises(UserError, match=r"form is missing: one of slack.* use extend_context"):
+        convert(vanilla("Llama"))
+
+
 def test_an_unsupported_model_lists_the_families():
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("stablelm", **SIZES))
     with pytest.raises(ValueError, match="StableLmForCausalLM cannot be converted") as caught:
-        convert(model)
+        convert(model, "slack")
     assert all(name in str(caught.value) for name, _ in FAMILIES.values())
     with pytest.raises(ValueError, match=r"expected a model of Transformers, got Linear.*CoCAAtt"):
         convert(torch.nn.Linear(4, 4), "rope")
@@ -93,7 +98,7 @@ def test_what_an_attention_does_beyond_a_coca_model_is_named(kind, fields, reaso
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
     with pytest.raises(UserError, match=f"{type(model).__name__} cannot be converted: it {reason}"):
-        convert(model)
+        convert(model, "slack")
     if kind in decoders():
         with pytest.raises(StrictDataclassError, match=reason):
             decoders()[kind].config(**sizes)
@@ -105,24 +110,24 @@ def test_a_refused_conversion_does_not_change_the_model(family, arguments, messa
     kind, config, ids = type(model), model.config, some_tokens(model)
     before = logits(model, ids)
     with pytest.raises(UserError, match=message):
-        convert(model, **arguments)
+        convert(model, **{"form": "slack", **arguments})
     assert type(model) is kind and model.config is config
     assert torch.equal(logits(model, ids), before)
 
 
 def test_converted_adapted_and_unloaded_models_are_refused():
     with pytest.raises(ValueError, match="start from the model that it was made"):
-        convert(convert(vanilla("Llama")))
+        convert(convert(vanilla("Llama"), "slack"), "slack")
     adapted = peft.get_peft_model(vanilla("Llama"), peft.LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ValueError, match="merge the adapters first"):
-        convert(adapted)
+        convert(adapted, "slack")
     with pytest.raises(
         ValueError, match=r"layer 0: expected q_proj to be a torch.nn.Linear, got peft"
     ):
-        convert(adapted.base_model.model)
+        convert(adapted.base_model.model, "slack")
     offloaded = accelerate.cpu_offload(vanilla("Llama"))
     with pytest.raises(ValueError, match="not in memory: load the model without offloading"):
-        convert(offloaded)
+        convert(offloaded, "slack")
 
 
 def test_weights_that_zero_3_has_split_are_refused(monkeypatch):
@@ -131,9 +136,9 @@ def test_weights_that_zero_3_has_split_are_refused(monkeypatch):
     for parameter in model.parameters():
         parameter.ds_id = 0
     with pytest.raises(UserError, match="load the model without offloading or DeepSpeed ZeRO-3"):
-        convert(model)
+        convert(model, "slack")
     assert type(model) is LlamaForCausalLM and "k_proj" in str(model)
-    config = convert(vanilla("Llama")).config
+    config = convert(vanilla("Llama"), "slack").config
     monkeypatch.setattr(torch.nn.Parameter, "ds_id", 0, raising=False)
     with pytest.raises(UserError, match="use ZeRO-2, or FSDP2"):
         AutoModelForCausalLM.from_config(config)
@@ -157,20 +162,20 @@ def test_unsupported_models_are_not_changed():
     model = vanilla("Llama")
     model.model.layers[1].self_attn = model.model.layers[0].self_attn
     with pytest.raises(ValueError, match="layers share an attention module"):
-        convert(model)
+        convert(model, "slack")
     logits(model, some_tokens(model))
     model = vanilla("Llama")
     with torch.inference_mode(), pytest.raises(ValueError, match="convert outside of it"):
-        convert(model)
-    convert(model.model)
+        convert(model, "slack")
+    convert(model.model, "slack")
     with pytest.raises(ValueError, match="convert the language model instead"):
-        convert(model)
+        convert(model, "slack")
 
 
 def test_configurations_print_all_fields_and_name_no_code():
     model = vanilla("Phi-3")
     model.config.auto_map = {"AutoConfig": "configuration_phi3.Phi3Config"}
-    config = convert(model).config
+    config = convert(model, "slack").config
     assert not hasattr(config, "auto_map")
     assert "rope_parameters" in repr(config) and "coca_form" in repr(config)
 
@@ -180,10 +185,10 @@ def test_a_decoder_without_head_is_converted():
     body = type(whole.base_model)(whole.config).eval()
     body.load_state_dict(whole.base_model.state_dict())
     ids = some_tokens(whole)
-    convert(body)
+    convert(body, "slack")
     assert isinstance(body, CollinearModel)
     assert type(body) is type(AutoModel.from_config(body.config))
-    expected = convert(whole).base_model(ids).last_hidden_state
+    expected = convert(whole, "slack").base_model(ids).last_hidden_state
     assert torch.equal(body(ids).last_hidden_state, expected)
 
 
@@ -202,7 +207,7 @@ def test_the_language_model_of_a_llava_is_converted(family, tmp_path, capsys):
     assert main(words) == 2
     assert "llava is no causal language model: it has one." in capsys.readouterr().err
     with pytest.raises(UserError, match=r"convert\(model.get_decoder\(\)\) converts its language"):
-        convert(model)
+        convert(model, "slack")
     model.config.text_config = convert(model.get_decoder(), "strict", kv_cache="half").config
     ids, pixels = some_tokens(model), torch.randn(2, 3, 28, 28)
     ids[ids == 5] += 1
@@ -219,7 +224,7 @@ def test_settings_of_the_model_are_kept():
     model.config.name_or_path = "lab/first"
     model.half().train()
     model.model.layers[0].requires_grad_(False)
-    convert(model)
+    convert(model, "slack")
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.config._attn_implementation == "eager"
     assert model.generation_config.max_new_tokens == 7

@@ -41,7 +41,7 @@ def test_with_all_pairs_free_the_model_is_the_rotary_one():
     ids = some_tokens(model)
     expected = logits(copy.deepcopy(model), ids)
     # Transformers' own rotary tables are in float32.
-    assert difference(logits(convert(model, free_pairs=4), ids), expected) < 1e-5
+    assert difference(logits(convert(model, "slack", free_pairs=4), ids), expected) < 1e-5
 
 
 @pytest.mark.parametrize(("form", "first"), [("slack", 5), ("strict", 0)])
@@ -73,9 +73,9 @@ def test_masked_tokens_are_learned_saved_and_reloaded(tmp_path):
 def test_what_is_for_causal_models_is_refused():
     model = encoder()
     with pytest.raises(UserError, match="roles need one set of rotary parameters"):
-        convert(model, roles=Roles("lg"))
+        convert(model, "slack", roles=Roles("lg"))
     rope = copy.deepcopy(model.config.rope_parameters)
     rope["full_attention"]["temperature"] = 16
     model.config.rope_parameters = rope
     with pytest.raises(UserError, match="distance_map count the tokens before a query"):
-        convert(model)
+        convert(model, "slack")

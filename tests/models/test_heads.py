@@ -67,7 +67,7 @@ def test_a_head_is_trained_saved_and_reloaded(family, task, tmp_path):
 
 
 def test_a_language_model_becomes_a_classifier(tmp_path):
-    model = convert(vanilla("Qwen3"))
+    model = convert(vanilla("Qwen3"), "slack")
     model.save_pretrained(tmp_path)
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
     ours = classifier.base_model.state_dict()

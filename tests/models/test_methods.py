@@ -73,22 +73,31 @@ def test_the_rules_are_for_the_length_to_read():
     rule = rotation(model.config).rule
     assert (rule.kind, rule.factor, rule.training_length) == ("yarn", 2.5, 64)
     assert training_length(model.config) == 160
-    model = extend_context(vanilla("Llama"), "ntk")  # 4 L by default; heads of 8
-    assert rotation(model.config).base == pytest.approx(1e4 * 4 ** (8 / 6))
-    assert rotation(extend_context(vanilla("Llama"), "dynamic").config).rule.factor == 4
+    model = extend_context(vanilla("Llama"), "ntk")  # 2 L by default; heads of 8
+    assert rotation(model.config).base == pytest.approx(1e4 * 2 ** (8 / 6))
+    assert rotation(extend_context(vanilla("Llama"), "dynamic").config).rule.factor == 2
     shorter = extend_context(vanilla("Llama"), "yarn", length=32).config
     assert rope_parameters(shorter)["original_max_position_embeddings"] == 32
-    assert shorter.max_position_embeddings == 128
+    assert shorter.max_position_embeddings == 64
+
+
+def test_without_a_name_the_recommended_method_is_taken():
+    """YaRN up to twice the length, which every engine runs, and limited distances farther."""
+    model = extend_context(vanilla("Llama"))
+    assert rotation(model.config).rule.kind == "yarn"
+    assert model.config.max_position_embeddings == 128
+    farther = extend_context(vanilla("Llama"), to=129)
+    assert rotation(farther.config).distance_map.near == 64
 
 
 def test_limited_distances_change_nothing_up_to_their_limit_and_say_what_they_read():
     model, ids = vanilla("Llama").double(), some_tokens(vanilla("Llama"), length=40)
     before = logits(model, ids)
-    assert extend_context(model, near=40) is model
+    assert extend_context(model, "limited", near=40) is model
     with pytest.raises(UserError, match="start from the original"):
         extend_context(model)
     assert difference(logits(model, ids), before) < 1e-6
-    assert model.config.max_position_embeddings == 256 and training_length(model.config) == 64
+    assert model.config.max_position_embeddings == 128 and training_length(model.config) == 64
     assert rotation(model.config).distance_map.near == 40
 
 
@@ -201,7 +210,7 @@ def test_rules_that_follow_the_number_of_positions_keep_it():
     model = vanilla("Llama", rope_parameters=DYNAMIC)
     ids = some_tokens(model, length=60)
     before = logits(model, ids)
-    assert difference(logits(extend_context(model), ids), before) < 1e-6
+    assert difference(logits(extend_context(model, "limited"), ids), before) < 1e-6
     assert model.config.max_position_embeddings == 64
 
 
@@ -214,7 +223,7 @@ def test_a_model_is_extended_for_a_while(method):
         within = logits(model, ids)
     assert difference(within, expected) > 1e-4
     assert torch.equal(logits(model, ids), expected) and model.config.to_dict() == before
-    extend_context(model, method)
+    extend_context(model, method, length=64, to=256)
     assert torch.equal(logits(model, ids), within)
 
 
@@ -236,7 +245,7 @@ def test_a_model_is_extended_for_a_while(method):
         ("Llama", {}, {"to": 64}, "the tokens to read, must be a whole number from 65"),
         ("Llama", {"rope_parameters": YARN}, {"method": "ntk"}, "replace the yarn scaling"),
         ("Phi-3", {}, {"method": "yarn"}, "phi3 cannot be saved with yarn"),
-        ("Llama", {}, {"near": 65}, "between 1 and 64, got 65"),
+        ("Llama", {}, {"method": "limited", "near": 65}, "between 1 and 64, got 65"),
         ("Llama", {"rope_parameters": LONGER}, {"method": "leaky"}, "dynamic scaling: choose lim"),
         ("Llama", {"rope_parameters": YARN}, {"method": "string"}, "replace the yarn scaling"),
     ],

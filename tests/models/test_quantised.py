@@ -76,7 +76,7 @@ def gguf_folder(tmp_path_factory):
     "change",
     [
         lambda model: extend_context(model, "yarn"),
-        lambda model: extend_context(model),
+        lambda model: extend_context(model, "limited"),
         lambda model: convert(model, "strict"),
     ],
     ids=["yarn", "limited", "strict"],
@@ -135,7 +135,9 @@ def test_stock_methods_copy_packed_weights(packed_folder, tmp_path, capsys):
     assert "(awq)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [["convert", "--form", "strict"], ["extend"]])
+@pytest.mark.parametrize(
+    "words", [["convert", "--form", "strict"], ["extend", "--method", "limited"]]
+)
 def test_packed_weights_are_not_converted(words, packed_folder, tmp_path, capsys):
     command, *options = words
     assert main([command, str(packed_folder), str(tmp_path / "target"), *options]) == 2

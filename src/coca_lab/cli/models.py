@@ -13,7 +13,7 @@ from coca_attention.models.configuration import (
     rotation,
 )
 from coca_attention.models.conversion import Conversion
-from coca_attention.models.methods import METHODS, extend_context, extended_lengths
+from coca_attention.models.methods import METHODS, extend_context, extended_lengths, recommended
 from coca_lab.cli.console import ProgressBar, markdown_table, print_table
 from coca_lab.engine import Engine
 from coca_lab.evaluation.check import check_methods, engines_of
@@ -68,6 +68,9 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
         raise UserError(f"method {wanted.method} has no --near")
     if wanted.options and wanted.method == "auto":
         raise UserError("--options are those of one method: name it by --method")
+    if wanted.near and wanted.method == "auto" and not check.check:
+        holders = [each.name for each in METHODS.values() if "near" in each.options]
+        raise UserError(f"--near is for some methods: name one by --method ({', '.join(holders)})")
     if not check.check and check != CheckSettings():
         raise UserError(
             "what is measured, and on what, is said beside --check TEXT, which is missing"
@@ -75,7 +78,7 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
     config = model_without_weights(path).config
     length, to = extended_lengths(config, wanted.to, wanted.length, METHODS.get(wanted.method))
     _print_training_length(config, wanted.length)
-    method = "limited" if wanted.method == "auto" else wanted.method
+    method = recommended(length, to) if wanted.method == "auto" else wanted.method
     chosen = MethodSettings(method, to / length, _options(wanted, method), wanted.length)
     report = ""
     if check.check:

@@ -124,12 +124,13 @@ class ExtendSettings:
     """How the context is extended."""
 
     to: PositiveInt | None = None
-    """The longest text in tokens that the model is to read; by default four times L."""
+    """The longest text in tokens that the model is to read; by default twice L."""
     method: Literal["auto", MethodName] = "auto"
     """limited: distances beyond W score as if W (ReRoPE with log n), which changes nothing in texts
     of up to W tokens; leaky: beyond L/2 they grow so slowly that none reaches L (Leaky ReRoPE);
     yarn, dynamic, ntk, linear, llama3 and longrope change rotations; temperature is for models
-    with layers without positions. auto takes the best by --check, and without it limited."""
+    with layers without positions. auto takes the best by --check; without it yarn up to 2 L, which
+    every engine runs, and limited farther."""
     options: dict[str, Any] = field(default_factory=dict)
     """Other options of the method by name (docs/conversion.md lists them)."""
     near: PositiveInt | None = None

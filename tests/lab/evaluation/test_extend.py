@@ -158,17 +158,38 @@ def test_a_method_can_be_named(method, source, tmp_path, capsys):
         capsys, "extend", source, tmp_path / "target", "--method", method, "--length", 40
     )
     assert code == 0 and "Training length: 40 tokens (--length)" in said
-    assert "for texts of 160 tokens; runs in Transformers" in said
+    assert "for texts of 80 tokens; runs in Transformers" in said
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "target").eval()
     base = AutoModelForCausalLM.from_pretrained(source).eval()
-    ids, longer = some_tokens(base, length=40), some_tokens(base, length=150)
+    ids, longer = some_tokens(base, length=40), some_tokens(base, length=80)
     if method in ("dynamic", "limited"):
         assert difference(logits(model, ids), logits(base, ids)) < 1e-5
     assert difference(logits(model, longer), logits(base, longer)) > 1e-4
 
 
-def test_the_default_method_takes_a_limit_of_distances(source, tmp_path, capsys):
-    code, said, _ = run(capsys, "extend", source, tmp_path / "target", "--near", 40)
+@pytest.mark.parametrize(("to", "method"), [(None, "yarn"), (320, "yarn"), (321, "limited")])
+def test_without_a_text_the_recommended_method_is_taken(to, method, source, tmp_path, capsys):
+    words = [] if to is None else ["--to", to]
+    code, said, _ = run(capsys, "extend", source, tmp_path / "target", *words)
+    assert code == 0 and f", {method}, for texts of {to or 320} tokens; runs in Tr" in said
+    assert ("vLLM" in said) == (method == "yarn")
+
+
+def test_info_card_and_configuration_agree_on_the_context(source, tmp_path, capsys):
+    for method in ("yarn", "limited", "leaky", "dynamic"):
+        target = tmp_path / method
+        run(capsys, "extend", source, target, "--method", method)
+        code, said, _ = run(capsys, "info", target)
+        context = f"320 tokens, extended from 160 by {method}"
+        assert code == 0 and context in said
+        assert f"| context | {context} |" in (target / "README.md").read_text()
+        config = AutoModelForCausalLM.from_pretrained(target).config
+        assert config.context_extension == {"method": method, "length": 160, "to": 320}
+
+
+def test_limits_of_distances_are_of_a_named_method(source, tmp_path, capsys):
+    words = ["--method", "limited", "--near", 40]
+    code, said, _ = run(capsys, "extend", source, tmp_path / "target", *words)
     assert code == 0 and "limited (near=40), for texts of" in said
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "target").config
     assert config.rope_parameters["distance_map"]["near"] == 40
@@ -178,6 +199,7 @@ def test_the_default_method_takes_a_limit_of_distances(source, tmp_path, capsys)
     ("words", "message"),
     [
         (["--near", 8, "--method", "yarn"], "method yarn has no --near"),
+        (["--near", 8], "name one by --method (limited, self_extend, shifted, string)"),
         (["--to", 100], "must be a whole number from 161"),
         (["--method", "rope"], "--method: expected one of 'auto', 'none'"),
         (["--check", "nosuch.txt"], "nosuch.txt"),
