@@ -68,7 +68,7 @@ class OnRay(ItemExecutor):
         return reference.future()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the items with ``cancel_futures`` as Ctrl-C does, within `GRACE` if trainings save."""
+        """End the items, with ``cancel_futures`` as Ctrl-C does: trainings save within `GRACE`."""
         import ray  # an optional package
 
         if cancel_futures and self._running:
