@@ -50,10 +50,9 @@ from coca_lab.loading import (
 from coca_lab.weights import (
     MODELOPT,
     check_belongs,
+    check_finite,
     copy_weights,
-    is_finite,
     kept_apart,
-    not_finite,
     quantised_by,
     weight_files,
 )
@@ -205,9 +204,8 @@ def writing_model(
     The tokenizer is said to take texts of ``longest`` tokens, if it said fewer. Weights that are
     kept are copied from the source, and the model may have none.
     """
-    for name, weight in () if keep_weights else model.named_parameters():
-        if not is_finite(weight):
-            raise UserError(not_finite(source, name))
+    if not keep_weights:
+        check_finite(source, model)
     try:
         with writing(target) as partial:
             if keep_weights:

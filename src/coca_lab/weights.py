@@ -278,6 +278,13 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(low.isfinite() and high.isfinite())
 
 
+def check_finite(path: str | Path, model: PreTrainedModel) -> None:
+    """Raise UserError if a parameter of a model from a path has NaN or infinity."""
+    for name, weight in model.named_parameters():
+        if not is_finite(weight):
+            raise UserError(not_finite(path, name))
+
+
 def check_values(files: Mapping[str, Path]) -> None:
     """Raise UserError if a number of weight files is NaN or infinite; reads them once."""
     for file in files.values():

@@ -153,7 +153,7 @@ def test_an_adapter_beside_a_model_is_refused_by_every_command(command, sound, t
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
-@pytest.mark.parametrize("command", ["yarn", "limited", "convert"])
+@pytest.mark.parametrize("command", ["yarn", "limited", "convert", "train"])
 def test_values_that_are_not_finite_are_not_written(command, value, sound, tmp_path, refused):
     folder = shutil.copytree(sound, tmp_path / "model")
     rewrite(folder, changed("model.norm.weight", lambda x: x.index_fill(0, torch.tensor(9), value)))

@@ -24,6 +24,7 @@ from coca_lab.data.tasks import Prompt, leading_special_tokens
 
 if TYPE_CHECKING:  # an optional package, whose import takes a second
     from openai import AsyncOpenAI
+    from openai.types import Completion
 
 log = logging.getLogger(__name__)
 
@@ -71,15 +72,14 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         self.url = self.url.rstrip("/")
-        expected = f"{self.url}: expected an address such as http://127.0.0.1:8000/v1"
         try:
             parts = urlsplit(self.url)
-            parts.port  # noqa: B018 (ValueError if it is none)
-        except ValueError:
-            raise UserError(expected) from None
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(expected)
-        if "@" in parts.netloc:  # it would be in results and messages
+            usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # of the port, or brackets
+            usable = False
+        if not usable:
+            raise UserError(f"{self.url}: expected an address such as http://127.0.0.1:8000/v1")
+        if "@" in self.url:  # it would be in results and messages
             raise UserError(f"the address of an endpoint has no user or password: set {KEY}")
         if find_spec("openai") is None:
             raise UserError(f"an endpoint needs the package openai: {install('endpoint')}")
@@ -103,9 +103,9 @@ class Endpoint:
         async def answer(client: "AsyncOpenAI", prompt: Prompt) -> str:
             sent = as_sent(tokenizer, prompt)
             said = await self._ask(client, {"prompt": sent, "max_tokens": most})
-            text = _choice(said).get("text")
+            text = getattr(said.choices[0], "text", None)
             if not isinstance(text, str):
-                raise self._error(f"expected a completion, got {json.dumps(said)}")
+                raise self._error(f"expected a completion, got {_as_text(said)}")
             self._check_read(said, len(prompt.ids))
             return self._without_prompt(tokenizer, prompt, text, most)
 
@@ -132,10 +132,10 @@ class Endpoint:
             # One token more, which is dropped: not every server takes 0.
             asked = {"prompt": ids, "max_tokens": 1, "echo": True, "logprobs": 1}
             said = await self._ask(client, asked, advice=ECHO)
-            found = _choice(said).get("logprobs")
-            values = found.get("token_logprobs") if isinstance(found, dict) else None
+            found = getattr(said.choices[0], "logprobs", None)
+            values = getattr(found, "token_logprobs", None)
             if not isinstance(values, list):
-                raise self._error(f"{ECHO}, got {json.dumps(said)}")
+                raise self._error(f"{ECHO}, got {_as_text(said)}")
             self._check_read(said, len(ids))
             if len(values) not in (len(ids), len(ids) + 1):
                 raise self._error(f"{ECHO}, got {len(values)} for {len(ids)} tokens")
@@ -198,8 +198,10 @@ class Endpoint:
         with start_blocking_portal() as portal:
             return portal.call(ask_all)
 
-    async def _ask(self, client: "AsyncOpenAI", body: dict[str, Any], advice: str = "") -> Any:
-        """What the server says to a request, with advice for a refusal."""
+    async def _ask(
+        self, client: "AsyncOpenAI", body: dict[str, Any], advice: str = ""
+    ) -> "Completion":
+        """The completion, of one choice or more, to a request; with advice for a refusal."""
         import openai
 
         while True:
@@ -208,7 +210,7 @@ class Endpoint:
             guards = {name: value for name, value in NO_PENALTY.items() if name not in self.refused}
             try:
                 async with asyncio.timeout(TRIES * self.timeout):
-                    answer = await client.completions.with_raw_response.create(
+                    said = await client.completions.create(
                         model=self.model, temperature=0, **body, extra_body=guards
                     )
             except TimeoutError:
@@ -218,8 +220,8 @@ class Endpoint:
                 )
                 raise self.failed from None
             except openai.APIStatusError as error:
-                status, said = error.status_code, error.response.text
-                named = first_named(guards, said) if status in (400, 422) else None
+                status = error.status_code
+                named = first_named(guards, error.response.text) if status in (400, 422) else None
                 if named is not None:
                     self.refused.add(named)
                     self._warn(named, f"it takes no {named}, and is asked without")
@@ -232,11 +234,11 @@ class Endpoint:
                 cause = str(error.__cause__ or "") or type(error.__cause__ or error).__name__
                 self.failed = self._error(f"no answer ({cause}){_times(error)}")
                 raise self.failed from None
-            said = answer.http_response.text
-            try:
-                return json.loads(said)
-            except ValueError:
-                raise self._error(f"expected JSON, got {said}") from None
+            except json.JSONDecodeError as error:
+                raise self._error(f"expected JSON, got {error.doc}") from None
+            if not getattr(said, "choices", None):
+                raise self._error(f"expected a completion, got {_as_text(said)}")
+            return said
 
     def _status(self, error: Any) -> str:
         """A status in words: the server's, and what the reader cannot see."""
@@ -250,18 +252,16 @@ class Endpoint:
             said += f" (it says Retry-After: {wait})"
         return said
 
-    def _check_read(self, said: Any, count: int) -> None:
+    def _check_read(self, said: "Completion", count: int) -> None:
         """Raise UserError if the server has read another number of tokens than the prompt has."""
-        usage = said.get("usage")
-        usage = usage if isinstance(usage, dict) else {}
-        read = usage.get("prompt_tokens")
+        read = getattr(said.usage, "prompt_tokens", None)
         if read is None:
             self._warn("usage", "without usage.prompt_tokens, cut prompts are not noticed")
         elif not isinstance(read, int):
             raise self._error(f"expected a number of prompt_tokens, got {json.dumps(read)}")
         elif read != count:
-            details = usage.get("prompt_tokens_details")
-            cached = details.get("cached_tokens") if isinstance(details, dict) else None
+            details = getattr(said.usage, "prompt_tokens_details", None)
+            cached = getattr(details, "cached_tokens", None)
             if isinstance(cached, int) and read + cached == count:
                 return  # those of its cache are counted apart
             advice = "give the folder of its own tokenizer, and a length that it takes"
@@ -323,11 +323,9 @@ def first_named(fields: Sequence[str] | dict[str, Any], said: str) -> str | None
     return min(places, key=places.__getitem__, default=None)
 
 
-def _choice(said: Any) -> dict[str, Any]:
-    """The first choice of a completion, empty if there is none."""
-    choices = said.get("choices") if isinstance(said, dict) else None
-    first = choices[0] if isinstance(choices, list) and choices else None
-    return first if isinstance(first, dict) else {}
+def _as_text(said: Any) -> str:
+    """What a server said, as text: a completion, or what the client could not make one of."""
+    return said.to_json(indent=None, warnings=False) if hasattr(said, "to_json") else str(said)
 
 
 def _times(error: Any) -> str:

@@ -33,6 +33,7 @@ from coca_attention.ops import FORMS, DistanceMap
 from coca_lab.loading import load_model
 from coca_lab.recipe import Recipe
 from coca_lab.recipe_sections import OWN, ModelRecipe, StageRecipe
+from coca_lab.weights import check_finite
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ def load_teacher(recipe: Recipe) -> PreTrainedModel:
     name = recipe.model.teacher or recipe.model.start
     assert name is not None  # `Recipe.check`
     teacher = load_model(name, dtype="auto", device=str(PartialState().device))
+    check_finite(name, teacher)
     if recipe.model.teacher is None and attention_of(teacher.config) == recipe.model.attention:
         raise UserError(
             f"{name} already has attention {recipe.model.attention}, so there is nothing to learn "
@@ -92,6 +94,7 @@ def load_teacher(recipe: Recipe) -> PreTrainedModel:
 
 def _load_start(recipe: ModelRecipe, start: str) -> PreTrainedModel:
     model = load_model(start, device=str(PartialState().device))
+    check_finite(start, model)  # or the loss would be NaN, as of a rate that is too high
     present, wanted = attention_of(model.config) or "rope", recipe.attention
     near = recipe.near
     if present == wanted and near is not None:
