@@ -167,7 +167,7 @@ class DataRecipe(SourceSettings):
 
 @dataclass
 class ValidationRecipe:
-    """Perplexity on text that is not trained on, passkeys and needles, measured during training."""
+    """What is measured during training, on text that is not trained on."""
 
     every: Count | None = None
     """Optimizer steps between measurements; by default nothing is measured. They also take place

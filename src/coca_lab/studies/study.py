@@ -18,12 +18,12 @@ from coca_lab.options import checked, option_words, read_settings
 from coca_lab.settings.sources import SourceSettings
 from coca_lab.settings.studies import Options, StudySettings
 from coca_lab.store import Store
-from coca_lab.studies.trial import Trial
+from coca_lab.studies.trial import LOGS, Trial
 from coca_lab.training import Recipe, load_recipe
 from coca_lab.yaml_files import read_yaml
 
 RESULTS_FILE, STORE_FILE = "results.json", "values.sqlite"
-REPORT_FILE, TOKENIZERS, LOGS = "report.html", "tokenizers", "logs"
+REPORT_FILE, TOKENIZERS = "report.html", "tokenizers"
 RESERVED = {RESULTS_FILE, STORE_FILE, REPORT_FILE, TOKENIZERS, LOGS}
 """Of the folder of a study, which no model can have."""
 CONVERT = "convert."
