@@ -73,7 +73,8 @@ def peak_growth(run: Callable[[], object], device: str = "cpu") -> float:
         run()
         torch.cuda.synchronize()
         return (torch.cuda.max_memory_allocated() - before) / 1e6
-    reset, known = Path("/proc/self/clear_refs"), device == "cpu" and sys.platform == "linux"
+    reset = Path("/proc/self/clear_refs")
+    known = device == "cpu" and sys.platform == "linux"
     if known:
         gc.collect()
         with suppress(AttributeError):  # glibc keeps freed memory, which the call would reuse

@@ -53,7 +53,7 @@ class MethodSettings:
     @property
     def facts(self) -> dict[str, Any]:
         """What a cell says about it; there is no factor without a method."""
-        from coca_attention.models import METHODS  # imports torch, and so the one below
+        from coca_attention.models import METHODS  # imports torch
 
         factor = self.factor or METHODS[self.method].reach
         return {"scaling": self.name, "factor": None if self.method == "none" else float(factor)}
@@ -66,7 +66,7 @@ class MethodSettings:
     @contextmanager
     def applied(self, module: Any, length: int) -> Iterator[dict[str, Any] | None]:
         """Change a model for texts of a length in tokens; yields its rotary parameters."""
-        from coca_attention.models import applied, training_length
+        from coca_attention.models import applied, training_length  # imports torch
 
         to = None
         made_for = self.length or training_length(module.config.get_text_config())

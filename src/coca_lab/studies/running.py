@@ -165,7 +165,12 @@ class _Run:
                 self.study.best_rates([trial], self.store)
             return []
 
-        return Job(items, then, partial(self._measured, trial))
+        def measured(line: str, done: int, total: int) -> None:
+            share = done / max(total, 1)
+            before = 0 if trial.is_ready else TRAINING
+            self._tell(trial.label, f"evaluated {100 * share:.0f} %", before + (1 - before) * share)
+
+        return Job(items, then, measured)
 
     def _finish(self, trial: Trial, cells: list[Cell], diverged: str = "") -> None:
         """Keep and show the results of a trial."""
@@ -187,10 +192,6 @@ class _Run:
 
     def _measurements(self, trial: Trial) -> list[Measurement]:
         return measurements_of(trial.plan, {trial.name: str(trial.model)}, texts=self.texts)[0]
-
-    def _measured(self, trial: Trial, line: str, done: int, total: int) -> None:
-        share, before = done / max(total, 1), 0 if trial.is_ready else TRAINING
-        self._tell(trial.label, f"evaluated {100 * share:.0f} %", before + (1 - before) * share)
 
     def _look(self) -> None:
         """Show how far trainings are."""
@@ -215,7 +216,8 @@ class _Run:
 
     def _write(self) -> None:
         """Write ``results.json`` with what is finished."""
-        trials, store = self.trials.values(), self.store
+        trials = self.trials.values()
+        store = self.store
         values = [(trial, store.get(trial.key)) for trial in trials if trial.key in store]
         diverged = {
             trial.label: value["diverged"] for trial, value in values if "diverged" in value

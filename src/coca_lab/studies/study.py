@@ -36,7 +36,8 @@ class Study(StudySettings):
     @property
     def tasks_on_text(self) -> dict[str, Any]:
         """The settings of the tasks; those without a source of their own read the study's text."""
-        default, source = SourceSettings().source, self.text or SourceSettings().source
+        default = SourceSettings().source
+        source = self.text or SourceSettings().source
         return {
             name: replace(task, source=source) if getattr(task, "source", "") == default else task
             for name, task in self.tasks.items()
@@ -68,7 +69,8 @@ class Study(StudySettings):
 
     def _is_ready(self, name: str) -> bool:
         """Whether a model is from elsewhere, as it is or converted."""
-        seen, start = {name}, self.models[name].get("path")
+        seen = {name}
+        start = self.models[name].get("path")
         while start in self.models and start not in seen:
             seen.add(start)
             start = self.models[start].get("path")
@@ -79,7 +81,8 @@ class Study(StudySettings):
         found: dict[str, dict[float | None, float]] = {}
         for trial in trials:
             if trial.tunes and trial.key in store:
-                cells, rate = store.get(trial.key)["cells"], trial.rate
+                cells = store.get(trial.key)["cells"]
+                rate = trial.rate
                 chosen = [c for c in cells if all(c.get(n) == x for n, x in self.choose.items())]
                 if cells and not chosen:
                     raise UserError(f"no cell of {trial.label} has what choose asks: {self.choose}")
@@ -215,7 +218,9 @@ def load_study(name: str | Path, words: Sequence[str] = ()) -> Study:
 
 def _recipe_words(words: Sequence[str]) -> tuple[Options, list[str]]:
     """The fields of recipes among words of a command line, and the other words."""
-    options, rest, left = Options(), [], deque(words)
+    options = Options()
+    rest = []
+    left = deque(words)
     while left:
         name, equals, value = (word := left.popleft()).partition("=")
         if not name.startswith("--") or name[2:].split(".")[0] not in Recipe.__dataclass_fields__:

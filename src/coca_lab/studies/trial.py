@@ -108,7 +108,8 @@ class Trial:
             start = self.after.made if self.after else self.start and model_fingerprint(self.start)
         if self.recipe is None:
             return fingerprint([start, self.conversion and asdict(self.conversion)])
-        fields, inputs = asdict(self.recipe), inputs_of(self.recipe, start=start)
+        fields = asdict(self.recipe)
+        inputs = inputs_of(self.recipe, start=start)
         for section, name in (("data", "cache"), ("data", "tokenizer"), ("model", "start")):
             del fields[section][name]  # they say where it is
         if self.trains_tokenizer:
@@ -157,7 +158,8 @@ class Trial:
         """How much work it is, next to the others."""
         if self.recipe is None:
             return 1
-        training, data = self.recipe.training, self.recipe.data
+        training = self.recipe.training
+        data = self.recipe.data
         width = self.recipe.model.hidden_size
         return self.recipe.steps * training.global_batch_size * data.block_length * width
 
@@ -220,14 +222,16 @@ class Trial:
                 if size == 1:
                     raise
                 # At most half, and a divisor of the batch, which accumulation has to fill.
-                batch, smaller = recipe.training.global_batch_size, size // 2
+                batch = recipe.training.global_batch_size
+                smaller = size // 2
                 while batch % smaller:
                     smaller -= 1
                 recipe = recipe.changed("training", micro_batch_size=smaller)
 
     def _convert(self, conversion: Conversion) -> None:
         """Convert, again where the start or the options have changed; nothing else is replaced."""
-        record, made = self.model / CONVERSION_FILE, asdict(conversion)
+        record = self.model / CONVERSION_FILE
+        made = asdict(conversion)
         made["start"] = model_fingerprint(self.start)
         if record.is_file():
             if read_json(record) == made:
