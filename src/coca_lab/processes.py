@@ -59,8 +59,9 @@ class Workers(ItemExecutor):
             self._workers.remove(worker)
             worker.end()
         worker = _Worker(self.threads)
+        future = worker.submit(work, arguments, log)
         self._workers.append(worker)
-        return worker.submit(work, arguments, log)
+        return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the processes, with ``cancel_futures`` also those that compute, within `GRACE`."""
