@@ -132,26 +132,32 @@ def _readings(
     repeats = None
     if settings.repeats is not None:
         repeats = [distant_repeats(d.tokens, settings.repeats, settings.near) for d in documents]
-    rest = (repeats, settings, documents, text_hash(documents))
-    if settings.targets == "one-pass":
-        edges = [0, *sorted(set(windows))]
-        longest = max(windows)
-        readings = [WindowReading(longest, longest, 1, method.facts, method, edges, *rest)]
-    else:
-        readings = []
-        for window in windows:
-            edges = None
-            if positions is not None:
-                edges = [round(window * i / positions) for i in range(positions + 1)]
-            readings.append(
-                WindowReading(window, stride, first, method.facts, method, edges, *rest)
-            )
+    # What those of one method have in common.
+    plain = WindowReading(
+        window=max(windows),
+        stride=max(windows),
+        first=first,
+        scaled=method.facts,
+        method=method,
+        edges=[0, *sorted(set(windows))],
+        repeats=repeats,
+        settings=settings,
+        documents=documents,
+        text=text_hash(documents),
+    )
+    readings = [plain] if settings.targets == "one-pass" else []
+    for window in windows if settings.targets != "one-pass" else ():
+        edges = None
+        if positions is not None:
+            edges = [round(window * i / positions) for i in range(positions + 1)]
+        readings.append(replace(plain, window=window, stride=stride, edges=edges))
     last = settings.attend_last
     if last is not None:
         # With a stride of an eighth, every token has at least 7/8 of the window before it.
         step = min(max(1, last // 8), stride)
+        alone = replace(plain, window=last, stride=step, edges=None)
         scaled = {"scaling": ATTEND_LAST, "factor": None}
-        readings.append(WindowReading(last, step, first, scaled, MethodSettings(), None, *rest))
+        readings.append(replace(alone, scaled=scaled, method=MethodSettings()))
     return readings
 
 

@@ -99,7 +99,8 @@ class Study(StudySettings):
         options = self.options | self.sizes.get(size, {}) | self.models[name]
         seeds = options.pop("seeds", self.seeds)
         with error_prefix(f"model {name}{size and f', size {size}'}: "):
-            if not _are_seeds(seeds):
+            valid = isinstance(seeds, list) and all(isinstance(x, int) and x >= 0 for x in seeds)
+            if not valid or not seeds or len(set(seeds)) < len(seeds):
                 raise UserError(
                     f"seeds must be different numbers from 0, at least one, got {seeds}"
                 )
@@ -144,14 +145,6 @@ def _cost(cells: Sequence[Cell]) -> float:
     return -sum(cell[figure] for cell in cells) / len(cells)
 
 
-def _are_seeds(seeds: object) -> bool:
-    return (
-        isinstance(seeds, list)
-        and all(isinstance(seed, int) and seed >= 0 for seed in seeds)
-        and 0 < len(seeds) == len(set(seeds))
-    )
-
-
 def _ready_model(options: Options) -> dict[str, Any]:
     """The fields of a trial that trains nothing."""
     known = {name for name in options if name in ("path", "seeds") or name.startswith(CONVERT)}
@@ -190,21 +183,16 @@ def _linked(trials: Sequence[Trial]) -> list[Trial]:
     return [link(trial) for trial in trials]
 
 
-def _task_sections() -> dict[str, type]:
-    """The sections of tasks in study files: their settings."""
-    taken = TASKS.keys() & Study.__dataclass_fields__.keys()
-    if taken:
-        raise UserError(f"a task cannot be named {', '.join(taken)}, as a field of studies")
-    return {task.name: task.settings for task in TASKS.values()}
-
-
 def load_study(name: str | Path, words: Sequence[str] = ()) -> Study:
     """A checked study from a YAML file or by its name, with words that override it.
 
     Seeds, and fields of recipes such as ``--training.steps 50``, are set for all models and sizes.
     """
     options, rest = _recipe_words(words)
-    sections = _task_sections()
+    taken = TASKS.keys() & Study.__dataclass_fields__.keys()
+    if taken:
+        raise UserError(f"a task cannot be named {', '.join(taken)}, as a field of studies")
+    sections = {task.name: task.settings for task in TASKS.values()}
     if "recall" not in sections and "recall" in read_yaml(name, "study"):
         raise UserError(f"{name}: {RECALL}")
     study = read_settings(Study, name, rest, kind="study", program="coca study", sections=sections)
