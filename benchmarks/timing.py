@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from coca_lab.environment import peak_growth
+from benchmarks.memory import peak_growth
 
 QUARTILES = (0.25, 0.5, 0.75)
 

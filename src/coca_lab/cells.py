@@ -7,7 +7,7 @@ kept as they are. None is a figure that overflowed, which JSON cannot represent.
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from coca_lab.intervals import DocumentScore
 
@@ -24,17 +24,6 @@ Content = dict[str, Any]
 """An object of a JSON file."""
 Facts = dict[Any, Any]
 """What a figure depends on besides the model, by name."""
-
-
-def having(*names: str) -> AfterValidator:
-    """Of an object: that it has these fields."""
-
-    def check(values: Content) -> Content:
-        if missing := [name for name in names if name not in values]:
-            raise ValueError(f"it lacks {', '.join(missing)}")
-        return values
-
-    return AfterValidator(check)
 
 
 class Record(BaseModel):

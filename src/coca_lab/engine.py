@@ -8,10 +8,10 @@ alone writes the store.
 import importlib
 import os
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Self
 
@@ -55,11 +55,11 @@ class Item:
     cost: int = 1  # tokens to read
     label: str = ""  # what it is part of, for messages
 
-    def part(self, wanted: Container[str]) -> Self:
-        """What is wanted of it, by keys as text."""
+    def missing(self, store: Store) -> Self:
+        """What a store lacks of it."""
         pairs = zip(self.keys, self.arguments, strict=True)
-        kept = [(key, argument) for key, argument in pairs if as_text(key) in wanted]
-        return replace(self, keys=[key for key, _ in kept], arguments=[x for _, x in kept])
+        left = [(key, argument) for key, argument in pairs if key not in store]
+        return replace(self, keys=[key for key, _ in left], arguments=[x for _, x in left])
 
 
 Outcome = tuple[list[Any] | Exception, float]
@@ -110,74 +110,34 @@ class ItemExecutor(Executor):
         future.set_result(compute(fn, arguments))
         return future
 
-    def hear(self) -> None:
-        """Pass on what processes `tell`."""
 
-
-Listener = Callable[[str, str, float], object]
-"""Called with the label of an item, what is done with it, and the share of it that is done."""
-_listener: Listener | None = None
-
-
-def tell(label: str, text: str, share: float) -> None:
-    """Say from inside an item how far it is; on Ray nobody listens."""
-    if _listener is not None:
-        _listener(label, text, share)
-
-
-def listen(listener: Listener | None) -> None:
-    """Choose who hears what is told in this process."""
-    global _listener
-    _listener = listener
-
-
+@dataclass
 class Job:
-    """Items, and what follows once all of them have ended."""
+    """Items, and what follows once all of them have ended.
 
-    def __init__(
-        self,
-        items: Sequence[Item],
-        then: "Callable[[UserError | None], Iterable[Job]]" = lambda error: (),
-        progress: Progress = lambda line, done, total: None,
-    ) -> None:
-        """Describe a job.
+    Attributes:
+        items: What to compute, unless the store has it.
+        then: Called when all items have ended, with the first failure, if any; what it returns is
+            computed before what others have asked for.
+        progress: Hears how far the items are.
+    """
 
-        Args:
-            items: What to compute, unless the store has it.
-            then: Called when all items have ended, with the first failure, if any; what it returns
-                is computed before what others have asked for.
-            progress: Hears how far the items are.
-        """
-        self.items = items
-        self.then = then
-        self.progress = progress
-        self.costs = {as_text(key): x.cost / len(x.keys) for x in items for key in x.keys}
-        self.total = sum(self.costs.values())
-        self.done = 0.0
-        self.left = set[str]()
-        self.failed = list[tuple[Item, Exception]]()
+    items: Sequence[Item]
+    then: "Callable[[UserError | None], Iterable[Job]]" = lambda error: ()
+    progress: Progress = lambda line, done, total: None
+    ended: list[Item] = field(default_factory=list, init=False)
+    failed: list[tuple[Item, Exception]] = field(default_factory=list, init=False)
 
-    def begin(self, store: Store) -> None:
-        """Note which values are missing."""
-        self.left = {as_text(key) for x in self.items for key in x.keys if key not in store}
-        self.done = self.total - sum(self.costs[name] for name in self.left)
-        if self.items:
-            self._tell()
+    def __post_init__(self) -> None:
+        once = {as_text(item.keys): item for item in self.items}  # methods share some
+        self.items = [*once.values()]
 
-    def end(self, item: Item, error: Exception | None) -> None:
-        """Note that an item is done, or has failed."""
-        ended = self.left.intersection(map(as_text, item.keys))
-        self.left -= ended
-        self.done += sum(self.costs[name] for name in ended)
-        if error is None:
-            self._tell(item.label)
-        else:
-            self.failed.append((item, error))
-
-    def _tell(self, label: str = "") -> None:
-        line = f"{len(self.costs) - len(self.left):,} of {len(self.costs):,} values"
-        line = f"{line}, {label}" if label else line
-        self.progress(line, round(self.done), round(self.total))
+    def tell(self, label: str = "") -> None:
+        """Say how far it is, and what has just ended."""
+        line = f"{len(self.ended):,} of {len(self.items):,} items"
+        done = sum(item.cost for item in self.ended)
+        total = sum(item.cost for item in self.items)
+        self.progress(f"{line}, {label}" if label else line, done, total)
 
     @property
     def error(self) -> UserError | None:
@@ -191,6 +151,15 @@ class Job:
         error = UserError(f"{label}{problem(cause)}{few}")
         error.__cause__ = cause
         return error
+
+
+@dataclass
+class _Attempt:
+    """An item of a job, and how often it has been tried."""
+
+    job: Job
+    item: Item
+    tries: int = 0
 
 
 class Engine:
@@ -207,9 +176,6 @@ class Engine:
         self.executor = executor or ItemExecutor()
         self.used: list[object] = []
         """Keys of all items that it was given."""
-        self._queue = deque[Item]()
-        self._waiting = dict[str, list[Job]]()  # by the keys of values that they wait for
-        self._tries = Counter[str]()
 
     def run(self, items: Sequence[Item]) -> list[Any]:
         """The values of all keys; once all is done, a UserError names the first that failed."""
@@ -219,49 +185,56 @@ class Engine:
             raise job.error
         return [self.store.get(key) for item in items for key in item.keys]
 
-    def follow(self, jobs: Iterable[Job]) -> None:
-        """Compute jobs and what follows from them; each key once, whoever asks for it.
+    def follow(self, jobs: Iterable[Job], meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Compute jobs and what follows from them.
 
         An item has failed with a UserError, or the third time with any error or a process that was
-        killed; the others continue. A store that cannot be written ends all.
+        killed; the others continue. A store that cannot be written ends all. ``meanwhile`` is
+        called about every second.
         """
-        running = dict[Future[Outcome], Item]()
-        self._queue.clear()
-        self._waiting.clear()
-        self._tries.clear()
+        queue = deque(self._begin(jobs))
+        running = dict[Future[Outcome], _Attempt]()
         try:
-            self._begin(jobs)
-            while self._queue or running:
+            while queue or running:
                 slots = self.executor.slots
-                while self._queue and len(running) < slots:
-                    item = self._queue.popleft()
-                    running[self._submitted(item)] = item
+                while queue and len(running) < slots:
+                    attempt = queue.popleft()
+                    # Jobs may have asked for the same, and one of them has computed it since.
+                    attempt.item = attempt.item.missing(self.store)
+                    if attempt.item.keys:
+                        running[self._submitted(attempt.item)] = attempt
+                    else:
+                        queue.extendleft(reversed(self._end(attempt, None)))
                 done, _ = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
-                self.executor.hear()
+                meanwhile()
                 for future in done:
-                    self._end(running.pop(future), future)
+                    attempt = running.pop(future)
+                    error = self._keep(attempt.item, future)
+                    attempt.tries += 1
+                    is_final = error is None or isinstance(error, UserError)
+                    if not is_final and attempt.tries < ATTEMPTS:
+                        queue.append(attempt)
+                    else:
+                        queue.extendleft(reversed(self._end(attempt, error)))
         except BaseException:
             self.executor.shutdown(cancel_futures=True)  # what is trained is saved first
             raise
 
-    def _begin(self, jobs: Iterable[Job]) -> None:
-        """Put what is missing for jobs before the queue, unless others wait for it, too."""
-        new, left = list[Item](), deque(jobs)
-        while left:
-            job = left.popleft()
-            self.used += [key for item in job.items for key in item.keys]
-            job.begin(self.store)
-            wanted = job.left - self._waiting.keys()
+    def _begin(self, jobs: Iterable[Job]) -> list[_Attempt]:
+        """What is missing for jobs; what follows from one that has all comes in its place."""
+        attempts = list[_Attempt]()
+        for job in jobs:
             for item in job.items:
-                part = item.part(wanted)
-                wanted.difference_update(map(as_text, part.keys))
-                if part.keys:
-                    new.append(part)
-            for name in job.left:
-                self._waiting.setdefault(name, []).append(job)
-            if not job.left:
-                left.extendleft(reversed([*job.then(job.error)]))
-        self._queue.extendleft(reversed(new))
+                self.used += item.keys
+                if item.missing(self.store).keys:
+                    attempts.append(_Attempt(job, item))
+                else:
+                    job.ended.append(item)
+            if job.items:
+                job.tell()
+            if len(job.ended) == len(job.items):
+                attempts += self._begin(job.then(None))
+        return attempts
 
     def _submitted(self, item: Item) -> Future[Outcome]:
         try:
@@ -271,33 +244,31 @@ class Engine:
             failed.set_exception(error)
             return failed
 
-    def _end(self, item: Item, future: Future[Outcome]) -> None:
-        """Keep the values of an item, or try it again; begin what follows."""
+    def _keep(self, item: Item, future: Future[Outcome]) -> Exception | None:
+        """Keep the values of an item; why that cannot be done."""
         try:
             values, seconds = future.result()
         except Exception as broken:  # the process was killed, or its answer could not be read
-            values, seconds = broken, 0.0
-        error = values if isinstance(values, Exception) else None
-        if not isinstance(values, Exception):
-            try:
-                self.store.put(item.keys, values, seconds)
-            except UserError:  # a full disk, for example
-                raise
-            except (ValueError, TypeError, AssertionError) as unfit:  # NaN, for example
-                error = ItemError(f"its values cannot be kept: {unfit}")
-        if error is not None and not isinstance(error, UserError):
-            name = as_text(item.keys)
-            self._tries[name] += 1
-            if self._tries[name] < ATTEMPTS:
-                self._queue.append(item)
-                return
-        jobs = [job for key in item.keys for job in self._waiting.pop(as_text(key))]
-        ended = list[Job]()
-        for job in dict.fromkeys(jobs):
-            job.end(item, error)
-            if not job.left:
-                ended.append(job)
-        self._begin([following for job in ended for following in job.then(job.error)])
+            return broken
+        if isinstance(values, Exception):
+            return values
+        try:
+            self.store.put(item.keys, values, seconds)
+        except UserError:  # a full disk, for example
+            raise
+        except (ValueError, TypeError, AssertionError) as unfit:  # NaN, for example
+            return ItemError(f"its values cannot be kept: {unfit}")
+        return None
+
+    def _end(self, attempt: _Attempt, error: Exception | None) -> list[_Attempt]:
+        """Note that an item is done, or has failed; what follows if it was the last of its job."""
+        job = attempt.job
+        job.ended.append(attempt.item)
+        if error is None:
+            job.tell(attempt.item.label)
+        else:
+            job.failed.append((attempt.item, error))
+        return self._begin(job.then(job.error)) if len(job.ended) == len(job.items) else []
 
 
 def problem(error: BaseException) -> str:

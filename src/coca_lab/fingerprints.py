@@ -58,8 +58,13 @@ def files_fingerprint(paths: Sequence[Path]) -> str:
     kept = cache_folder() / "digests" / fingerprint(states)
     with suppress(OSError):
         return kept.read_text(encoding="utf-8")
+
+    def digest(path: Path) -> list[str]:
+        with open(path, "rb") as file:
+            return [path.name, hashlib.file_digest(file, "sha256").hexdigest()]
+
     with ThreadPoolExecutor() as pool:  # hashing releases the interpreter
-        value = fingerprint([*pool.map(_digest, paths)])
+        value = fingerprint([*pool.map(digest, paths)])
     if all(changed + SETTLED < now for *_, changed in states) and _states(paths) == states:
         with suppress(OSError):  # without a cache, files are read every time
             write_text(kept, value)
@@ -71,11 +76,6 @@ def _states(paths: Sequence[Path]) -> list[list[Any]]:
     return [
         [name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in every
     ]
-
-
-def _digest(path: Path) -> list[str]:
-    with open(path, "rb") as file:
-        return [path.name, hashlib.file_digest(file, "sha256").hexdigest()]
 
 
 def model_fingerprint(path: str | Path) -> str:
@@ -142,10 +142,9 @@ def _package_code(extensions: str) -> str:
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
-    sources = [[root.name, files_fingerprint(_sources(root))] for root in roots]
+    sources = []
+    for root in roots:
+        every = [root] if root.is_file() else sorted(root.rglob("*"))
+        read = [path for path in every if path.is_file() and path.suffix != ".pyc"]
+        sources.append([root.name, files_fingerprint(read)])
     return fingerprint([sources, versions])
-
-
-def _sources(root: Path) -> list[Path]:
-    every = [root] if root.is_file() else sorted(root.rglob("*"))
-    return [path for path in every if path.is_file() and path.suffix != ".pyc"]

@@ -40,7 +40,8 @@ def generating_by(model: Any, settings: GenerationConfig) -> Iterator[None]:
     Its own, such as a repetition penalty or beams, would fill in what settings that are passed to
     ``generate`` leave open.
     """
-    own, model.generation_config = model.generation_config, settings
+    own = model.generation_config
+    model.generation_config = settings
     try:
         yield
     finally:

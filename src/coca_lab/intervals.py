@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from scipy.special import stdtrit
 
 LARGEST_EXPONENT = 700.0
 """exp of more overflows float64."""
@@ -45,14 +46,8 @@ def mean_nats(scores: Iterable[DocumentScore]) -> float:
 
 def perplexity_interval(scores: Sequence[DocumentScore]) -> tuple[float, float] | None:
     """95 % interval of the perplexity of all documents like these; None for fewer than two."""
-    return _exp_of(nats_interval(scores))
-
-
-def paired_ratio_interval(
-    first: Sequence[DocumentScore], second: Sequence[DocumentScore]
-) -> tuple[float, float] | None:
-    """95 % interval of the ratio of two perplexities on the same documents, else ValueError."""
-    return _exp_of(nats_interval(differences(first, second)))
+    interval = nats_interval(scores)
+    return interval and (_exp(interval[0]), _exp(interval[1]))
 
 
 def differences(
@@ -71,11 +66,10 @@ def differences(
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """Student's 95 % interval of a mean, of prompts or seeds; None for fewer than two values."""
-    from scipy.stats import sem
-
     if len(values) < 2:
         return None
-    mean, half = sum(values) / len(values), float(sem(values)) * student(len(values) - 1)
+    mean = sum(values) / len(values)
+    half = float(np.std(values, ddof=1)) / math.sqrt(len(values)) * student(len(values) - 1)
     return mean - half, mean + half
 
 
@@ -99,8 +93,6 @@ def _wilson_end(share: float, trials: int) -> float:
 
 def student(freedom: float) -> float:
     """Student's 97.5 % quantile."""
-    from scipy.special import stdtrit
-
     return float(stdtrit(freedom, 0.975))
 
 
@@ -124,11 +116,6 @@ def nats_interval(scores: Sequence[DocumentScore]) -> tuple[float, float] | None
     effective = counts.sum() ** 2 / np.square(counts).sum()
     half = student(max(effective - 1, 1.0)) * error
     return float(mean - half), float(mean + half)
-
-
-def _exp_of(interval: tuple[float, float] | None) -> tuple[float, float] | None:
-    """The interval of a perplexity from that of its nats."""
-    return interval and (_exp(interval[0]), _exp(interval[1]))
 
 
 def _exp(value: float) -> float:

@@ -19,7 +19,7 @@ import cloudpickle
 import torch
 
 from coca_attention.errors import UserError
-from coca_lab.engine import ItemExecutor, Outcome, Work, compute_sent, listen, tell
+from coca_lab.engine import ItemExecutor, Outcome, Work, compute_sent
 from coca_lab.files import plain_name
 
 GRACE = 60.0
@@ -51,22 +51,17 @@ class Workers(ItemExecutor):
         return self.count
 
     def submit(self, fn: Work, /, arguments: Sequence[object], label: str = "") -> Future[Outcome]:
+        work = cloudpickle.dumps(fn)
         log = None if self.logs is None else self.logs / f"{plain_name(label)}.log"
         for worker in [each for each in self._workers if each.future.done()]:
             with suppress(BrokenProcessPool):  # it was killed
-                return worker.submit(fn, arguments, log)
+                return worker.submit(work, arguments, log)
             self._workers.remove(worker)
             worker.end()
         worker = _Worker(self.threads)
-        future = worker.submit(fn, arguments, log)
+        future = worker.submit(work, arguments, log)
         self._workers.append(worker)
         return future
-
-    def hear(self) -> None:
-        for worker in self._workers:
-            with suppress(EOFError, OSError):  # it has ended
-                while worker.pipe.poll():
-                    tell(*worker.pipe.recv())
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the processes, with ``cancel_futures`` also those that compute, within `GRACE`."""
@@ -79,22 +74,18 @@ class Workers(ItemExecutor):
 
 
 class _Worker:
-    """A process, and what it does."""
+    """A process, which ends when this one closes the connection to it, or is killed."""
 
     def __init__(self, threads: int) -> None:
-        self.pipe, self._its_end = connection.Pipe()
+        self.pipe, its_end = connection.Pipe()
         self.pool = ProcessPoolExecutor(
-            1, get_context("spawn"), initializer=_begin, initargs=(self._its_end, threads)
+            1, get_context("spawn"), initializer=_begin, initargs=(its_end, threads)
         )
         self.future = Future[Outcome]()
-        self._work: Work | None = None
 
-    def submit(self, work: Work, arguments: Sequence[object], log: Path | None) -> Future[Outcome]:
-        """Let it compute; work that it had last, perhaps with long texts, is not sent again."""
-        sent = None if work is self._work else cloudpickle.dumps(work)
-        self.future = self.pool.submit(_compute, sent, arguments, log)
-        self._work = work
-        self._its_end.close()  # which the process has now
+    def submit(self, work: bytes, arguments: Sequence[object], log: Path | None) -> Future[Outcome]:
+        """Let it compute."""
+        self.future = self.pool.submit(_compute, work, arguments, log)
         # The pool keeps the end of its results open that the process writes to. A process that is
         # killed within a result of more than 64 kB, what a pipe holds, would then never be missed:
         # the pool's thread would wait for the rest (CPython 3.11 to 3.14).
@@ -118,12 +109,6 @@ def _begin(driver: Connection, threads: int) -> None:
     logging.getLogger("coca_lab").setLevel(logging.INFO)
     torch.set_num_threads(threads)
 
-    def send(*part: object) -> None:
-        with suppress(OSError):  # the driver is gone
-            driver.send(part)
-
-    listen(send)
-
 
 def _end_with_driver(driver: Connection) -> None:
     """Wait until the driver has closed the connection or was killed, and end this process."""
@@ -133,20 +118,15 @@ def _end_with_driver(driver: Connection) -> None:
     os._exit(1)
 
 
-_sent = b""
-
-
-def _compute(sent: bytes | None, arguments: Sequence[object], log: Path | None) -> Outcome:
-    """Do the work that was sent, or else that of the item before."""
-    global _sent
-    _sent = sent or _sent
+def _compute(work: bytes, arguments: Sequence[object], log: Path | None) -> Outcome:
+    """Do the work that was sent, with its output in a log."""
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "a") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
     try:
-        values, seconds = compute_sent(_sent, arguments)
+        values, seconds = compute_sent(work, arguments)
     except KeyboardInterrupt:  # a signal has ended a training, which is saved
         sys.stdout.flush()
         os._exit(1)

@@ -81,8 +81,10 @@ class Recipe:
     @property
     def texts(self) -> list[Text]:
         """The texts to read: those of training, and that of validation."""
-        data, validation = self.data, self.validation
-        found, what = [], dict[str, str]()
+        data = self.data
+        validation = self.validation
+        found = []
+        what = dict[str, str]()
         for name, each in (data.mixture or {TEXT: data}).items():
             where = f"data.mixture.{name}: " if data.mixture else "data.source: "
             weight = each.weight if isinstance(each, WeightedSource) else 1.0
@@ -172,7 +174,7 @@ def _check_model(model: ModelRecipe) -> None:
     if model.attention == "alibi" and model.body != "gpt_neox":
         raise UserError(f"body must be gpt_neox for attention alibi, got {model.body}")
     if model.attention != OWN:
-        from coca_attention.models.families import decoders
+        from coca_attention.models.families import decoders  # imports transformers
 
         if model.body not in (bodies := decoders()):
             raise UserError(
@@ -214,7 +216,8 @@ def _check_sizes(model: ModelRecipe) -> None:
     sizes = [name for name in SIZES if getattr(model, name) != getattr(default, name)]
     if model.start is not None and sizes:
         raise UserError(f"start determines the model's sizes: leave out {', '.join(sizes)}")
-    heads, kv_heads = model.num_heads, model.num_key_value_heads or model.num_heads
+    heads = model.num_heads
+    kv_heads = model.num_key_value_heads or model.num_heads
     head_width, rest = divmod(model.hidden_size, heads)
     if rest:
         raise UserError(
@@ -251,8 +254,6 @@ def _check_data(data: DataRecipe) -> None:
             "it for each source of the mixture"
         )
     for name, source in data.mixture.items():
-        if not isinstance(name, str):
-            raise UserError(f"names of a mixture are text, got {name!r}: put it into quotes")
         if not source.source:
             raise UserError(f"mixture.{name}.source is missing: name the text to read")
     weights = [source.weight for source in data.mixture.values()]
@@ -278,7 +279,7 @@ def _check_validation(validation: ValidationRecipe) -> None:
 
 
 def _check_stage(stage: StageRecipe, model: ModelRecipe) -> None:
-    from coca_attention.ops import FORMS
+    from coca_attention.ops import FORMS  # imports torch
 
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", stage.name):
         raise UserError("name is also a folder's name: use letters, digits, . _ and -")
@@ -332,7 +333,8 @@ def load_recipe(path: str | Path | None = None, overrides: list[str] | None = No
 def check_same_recipe(recipe: Recipe, path: Path, may_change: Collection[str] = ()) -> None:
     """Raise UserError if a run's file has another recipe, but for fields that may change."""
     ours, theirs = (asdict(each.resolved()) for each in (recipe, load_recipe(path)))
-    stages, changed = ours.pop("stages"), list[str]()
+    stages = ours.pop("stages")
+    changed = list[str]()
     if ours["training"]["precision"] == "auto":  # of the machine where the run began
         ours["training"]["precision"] = theirs["training"]["precision"]
     for section, part in ours.items():

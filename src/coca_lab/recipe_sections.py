@@ -140,7 +140,7 @@ class DataRecipe(SourceSettings):
     """Training length in tokens."""
     passkey_share: PartialShare = 0.0
     """Share of the blocks that are passkey texts with answers. Each has a different key."""
-    tasks: Annotated[dict[str, TaskShare], Field()] = field(default_factory=dict)
+    tasks: dict[str, TaskShare] = field(default_factory=dict)
     """Shares of the blocks with texts of further tasks, such as {recall: 0.3}, by the names that
     modules in COCA_IMPORT register."""
     separate_documents: bool = False
@@ -167,7 +167,7 @@ class DataRecipe(SourceSettings):
 
 @dataclass
 class ValidationRecipe:
-    """Perplexity on text that is not trained on, passkeys and needles, measured during training."""
+    """What is measured during training, on text that is not trained on."""
 
     every: Count | None = None
     """Optimizer steps between measurements; by default nothing is measured. They also take place

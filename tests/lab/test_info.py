@@ -6,8 +6,8 @@ from importlib.metadata import version
 import pytest
 import torch
 
+from benchmarks.memory import peak_growth
 from coca_attention.models import Roles, convert
-from coca_lab.environment import peak_growth
 from commands import run
 from conftest import tiny_model
 

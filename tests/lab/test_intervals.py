@@ -7,8 +7,8 @@ import pytest
 
 from coca_lab.intervals import (
     DocumentScore,
+    differences,
     mean_interval,
-    paired_ratio_interval,
     perplexity,
     perplexity_interval,
     student,
@@ -65,7 +65,7 @@ def test_intervals_contain_the_truth_as_often_as_they_say(documents):
             [DocumentScore("", n * t, t) for n, t in zip(nats, tokens, strict=True)]
             for nats in (hard, hard - gain)
         )
-        intervals = perplexity_interval(first), paired_ratio_interval(first, second)
+        intervals = perplexity_interval(first), perplexity_interval(differences(first, second))
         truths = math.exp(math.exp(1 + 0.15**2 / 2)), math.exp(0.05)
         for name, interval, truth in zip(hits, intervals, truths, strict=True):
             hits[name] += interval[0] <= truth <= interval[1]
@@ -75,13 +75,13 @@ def test_intervals_contain_the_truth_as_often_as_they_say(documents):
 
 def test_the_paired_interval_leaves_out_what_documents_share():
     others = [DocumentScore(str(i), 95.0 + 10 * i + i % 3, 50) for i in range(20)]
-    low, high = paired_ratio_interval(SCORES, others)
+    low, high = perplexity_interval(differences(SCORES, others))
     assert low < perplexity(SCORES) / perplexity(others) < high
     alone = perplexity_interval(SCORES)
     assert high / low < 1.02 < alone[1] / alone[0]
-    assert paired_ratio_interval(SCORES[:1], others[:1]) is None
+    assert perplexity_interval(differences(SCORES[:1], others[:1])) is None
     with pytest.raises(ValueError, match="same scored tokens of the same documents"):
-        paired_ratio_interval(SCORES, others[1:])
+        differences(SCORES, others[1:])
 
 
 def test_wilson_intervals():

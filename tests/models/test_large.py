@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from benchmarks.memory import peak_growth
 from coca_attention.models.conversion import convert
-from coca_lab.environment import peak_growth
 from coca_lab.folders import convert_folder
 from coca_lab.loading import load_model
 from coca_lab.training import load_recipe, train

@@ -15,6 +15,10 @@ from contextlib import suppress
 from importlib import import_module
 from typing import TextIO
 
+from coca_attention import __version__
+from coca_attention.errors import UserError, did_you_mean, install
+from coca_lab.old_names import GONE
+
 Command = Callable[..., None]
 """A command: takes what `coca_lab.cli.parsing.parse` makes of the words behind its name."""
 
@@ -82,8 +86,6 @@ def _has_no_reader(output: TextIO) -> bool:
 
 def _explain(error: Exception) -> int:
     """Print an error in one line, and return the exit code."""
-    from coca_attention.errors import UserError, install
-
     if isinstance(error, UserError):
         problem = str(error)
     else:
@@ -109,8 +111,6 @@ def _run(words: list[str]) -> None:
     for word in words:
         word.encode()  # names of another encoding: no card, result or page could say them
     if words[:1] == ["--version"]:
-        from coca_attention import __version__
-
         print(f"coca {__version__}")
         return
     groups = {g: {n: line for n, (_, line) in table.items()} for g, table in COMMANDS.items()}
@@ -118,11 +118,11 @@ def _run(words: list[str]) -> None:
     if name is None:
         return
     if "COCA_IMPORT" in os.environ:  # which may register tasks
-        from coca_lab.engine import import_extensions
+        from coca_lab.engine import import_extensions  # imports cloudpickle
 
         import_extensions()
     if name == "eval":
-        from coca_lab.settings.evaluations import TASK_OPTIONS
+        from coca_lab.settings.evaluations import TASK_OPTIONS  # imports pydantic, of the extra
 
         lines = {task: options.summary for task, options in TASK_OPTIONS.items()}
         task = choose("coca eval", words[1:], {"tasks": lines})
@@ -137,7 +137,7 @@ def _run_command(
     name: str, full_name: str, summary: str, words: list[str], arguments: list[str]
 ) -> None:
     """Read the options of a command, and run its function with them behind other arguments."""
-    from coca_lab.cli.parsing import parse
+    from coca_lab.cli.parsing import parse  # imports pydantic, of the extra
 
     values = parse(full_name, summary, words)
     load(name)(*arguments, *values)
@@ -155,9 +155,6 @@ def choose(program: str, words: list[str], groups: Mapping[str, Mapping[str, str
     if words and words[0] in known:
         return words[0]
     if words and words[0] not in ("-h", "--help"):
-        from coca_attention.errors import UserError, did_you_mean
-        from coca_lab.old_names import GONE
-
         called = f"{program} {words[0]}"
         if called in GONE:
             raise UserError(f"{called}: {GONE[called]}")

@@ -31,7 +31,8 @@ class ProgressBar:
         )
         self.bar.add_task("")
         (self.task,) = self.bar.tasks
-        self.said, self.label = -MINUTE, ""
+        self.said = -MINUTE
+        self.label = ""
         return self.advance
 
     def advance(self, label: str, done: int, total: int) -> None:
@@ -42,9 +43,11 @@ class ProgressBar:
             if done >= total:
                 self.bar.stop()
             return
-        now, left = time.monotonic(), self.task.time_remaining
+        now = time.monotonic()
+        left = self.task.time_remaining
         if now - self.said >= MINUTE or (done >= total and label != self.label):
-            self.said, self.label = now, label
+            self.said = now
+            self.label = label
             more = f", {timedelta(seconds=left)} left" if left else ""
             log.info("%s: %.0f %%%s", label, self.task.percentage, more)
 

@@ -1,9 +1,10 @@
 """Commands that turn models into others: extend, convert and export."""
 
 import logging
+from copy import deepcopy
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from coca_attention.errors import UserError
 from coca_attention.method_names import MethodName
@@ -75,14 +76,15 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
         raise UserError(
             "what is measured, and on what, is said beside --check TEXT, which is missing"
         )
-    config = model_without_weights(path).config
+    model = model_without_weights(path)
+    config = model.config
     length, to = extended_lengths(config, wanted.to, wanted.length, METHODS.get(wanted.method))
     _print_training_length(config, wanted.length)
     method = recommended(length, to) if wanted.method == "auto" else wanted.method
     chosen = MethodSettings(method, to / length, _options(wanted, method), wanted.length)
     report = ""
     if check.check:
-        chosen, report = _compare(path, wanted, check, length, to)
+        chosen, report = _compare(path, model, wanted, check, length, to)
     model = extend_folder(
         path,
         target,
@@ -108,7 +110,12 @@ def _options(wanted: ExtendSettings, method: MethodName) -> dict[str, Any]:
 
 
 def _compare(
-    path: str, wanted: ExtendSettings, check: CheckSettings, length: int, to: int
+    path: str,
+    plain: PreTrainedModel,
+    wanted: ExtendSettings,
+    check: CheckSettings,
+    length: int,
+    to: int,
 ) -> tuple[MethodSettings, str]:
     """Measure the methods that are possible: the one to take, and why as Markdown."""
     methods = list[MethodSettings]()
@@ -119,7 +126,7 @@ def _compare(
     for method in tried:
         options = _options(wanted, method)
         try:
-            extend_context(model_without_weights(path), method, to=to, length=length, **options)
+            extend_context(deepcopy(plain), method, to=to, length=length, **options)
         except UserError as error:
             refused.append(f"{method}: {error}")
             # Few models have layers without positions, and nobody misses what is for them.

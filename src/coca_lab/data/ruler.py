@@ -165,7 +165,8 @@ def ask_for_ruler(
         with error_prefix(f"{task} of {length:,} tokens: "):
             draft = _draft(task, length, drawn, encode, filler)
             check_reproduced(tokenizer, draft.expected)
-            before, after = opening + draft.before, draft.after + closing + draft.prefix
+            before = opening + draft.before
+            after = draft.after + closing + draft.prefix
             text, ids = fit_haystack(encode, draft, before, after, length - ANSWER_TOKENS[task])
         prompts.append(Prompt(ids, {"index": index, "expected": draft.expected}, text))
     return prompts
@@ -188,11 +189,13 @@ def fit_haystack(
         return len(encode(text(units)))
 
     # Secant steps to a number of units that leaves less than two of them, or few tokens.
-    low, used = draft.fewest, count(draft.fewest)
+    low = draft.fewest
+    used = count(draft.fewest)
     if used > tokens:
         answer = "the answer and a prompt with the least haystack take"
         raise UserError(f"too short: {answer} {used - tokens} tokens more with this tokenizer")
-    high, each = 0, max((count(low + 16) - used) / 16, 0.01)
+    high = 0
+    each = max((count(low + 16) - used) / 16, 0.01)
     while (left := tokens - used) > max(2 * each, LARGEST_REST):
         units = low + max(1, int(left / each))
         if high and units >= high:
@@ -203,7 +206,9 @@ def fit_haystack(
         if now > tokens:
             high = units
         else:
-            each, low, used = max((now - used) / (units - low), 0.01), units, now
+            each = max((now - used) / (units - low), 0.01)
+            low = units
+            used = now
     # Some numbers of tokens are no end of the one text with a tokenizer, but of another.
     for end, units in product(
         dict.fromkeys((draft.rest, NOISE + " ", NOISE + "\n")),
@@ -268,15 +273,20 @@ def needles(kind: Needles, generator: np.random.Generator, filler: str) -> Draft
         if kind.haystack == "text":
             some = sentences(filler, units)
             return " ".join(_inserted(some, facts, (depths * len(some)).astype(int)))
-        again, lines = np.random.default_rng(drawn), [NOISE] * units
+        again = np.random.default_rng(drawn)
+        lines = [NOISE] * units
         places = again.choice(units, len(facts), replace=False)
         if kind.haystack == "needles":
             lines = _other_needles(kind, units, again, keys)
         return "\n".join(_inserted(lines, facts, places))
 
-    templates, what = NIAH, kind.value
+    templates = NIAH
+    what = kind.value
     if len(expected) == 1:
-        templates, what = _singular(NIAH), what.removesuffix("s")
+        templates = [
+            text.replace("Some", "A").replace("are all", "is").replace("are", "is") for text in NIAH
+        ]
+        what = what.removesuffix("s")
     queries = [keys[index] for index in asked]
     last = queries.pop()
     query = f"{', '.join(queries)}, and {last}" if queries else last
@@ -298,10 +308,6 @@ def _words_of(text: str) -> list[str]:
     if not words:
         raise UserError("the filler has no words")
     return words
-
-
-def _singular(texts: Sequence[str]) -> list[str]:
-    return [t.replace("Some", "A").replace("are all", "is").replace("are", "is") for t in texts]
 
 
 def _inserted(units: Sequence[str], added: Sequence[str], places: np.ndarray) -> list[str]:
@@ -355,7 +361,8 @@ def word_lists() -> tuple[list[str], list[str], list[str]]:
 def variable_tracking(generator: np.random.Generator, encode: Encode) -> Draft:
     """A chain of assignments, after an example with its answer."""
     example = _chain(generator, 3)
-    line, least = len(encode("\n" + NOISE)), len(encode(_written(example, VARIABLES)))
+    line = len(encode("\n" + NOISE))
+    least = len(encode(_written(example, VARIABLES)))
     lines = VARIABLES + max(0, (EXAMPLE_TOKENS - least) // line)
     draft = _chain(generator, 5)
     shown = f"{_written(example, lines)} {' '.join(example.expected)}\n\n"
@@ -368,7 +375,8 @@ def _written(draft: Draft, units: int) -> str:
 
 def _chain(generator: np.random.Generator, letters: int) -> Draft:
     names = _coined(generator, VARIABLES, ascii_uppercase, letters)
-    value, drawn = str(generator.integers(10_000, 99_999)), int(generator.integers(2**32))
+    value = str(generator.integers(10_000, 99_999))
+    drawn = int(generator.integers(2**32))
     lines = [f"VAR {names[0]} = {value}"]
     lines += [f"VAR {new} = VAR {old} " for old, new in pairwise(names)]
 
@@ -403,7 +411,8 @@ def common_words(generator: np.random.Generator, length: int, encode: Encode) ->
     most = length * len(every) // (seldom * len(encode(_numbered(generator, every, 1, 1))))
     if most > len(every):  # as RULER, which takes all words from a longer list then
         every = draw_distinct(generator, "words", most)
-    words, order = generator.permutation(every).tolist(), int(generator.integers(2**32))
+    words = generator.permutation(every).tolist()
+    order = int(generator.integers(2**32))
 
     def haystack(units: int) -> str:
         return _numbered(np.random.default_rng(order), words[: COMMON_WORDS + units], often, seldom)

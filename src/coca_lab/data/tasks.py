@@ -86,8 +86,10 @@ def passkey_text(
     """Listing 1 up to the question, in ``length`` tokens."""
     # The key is between whole repetitions of the filler. The end of one more, right after the
     # introduction, makes the length exact.
-    beginning, line = [*before, *encode(PASSKEY_INTRODUCTION)], encode(KEY_LINE.format(key=key))
-    filler, question = encode(FILLER), encode(PASSKEY_QUESTION)
+    beginning = [*before, *encode(PASSKEY_INTRODUCTION)]
+    line = encode(KEY_LINE.format(key=key))
+    filler = encode(FILLER)
+    question = encode(PASSKEY_QUESTION)
     needed = len(beginning) + len(line) + len(question)
     if length < needed:
         raise UserError(
@@ -110,7 +112,8 @@ def ask_for_passkeys(
     depths: int | None = None,
 ) -> list[Prompt]:
     """Prompts by seed, length and index; at random depths, or in turn at evenly spaced ones."""
-    encode, before = encoder(tokenizer), leading_special_tokens(tokenizer)
+    encode = encoder(tokenizer)
+    before = leading_special_tokens(tokenizer)
     prompts = []
     for index in indices:
         key, depth = draw_key(np.random.default_rng([seed, length, index]))
@@ -147,7 +150,8 @@ Blocks = Callable[[int, Sequence[int]], Block]
 
 def passkey_blocks(tokenizer: PreTrainedTokenizerBase) -> Blocks:
     """Blocks of passkey texts with answers, the last one truncated."""
-    encode, end = encoder(tokenizer), end_of_text(tokenizer)
+    encode = encoder(tokenizer)
+    end = end_of_text(tokenizer)
     return lambda length, seed: Block(passkey_block(encode, end, length, seed))
 
 
@@ -162,7 +166,8 @@ def passkey_block(encode: Encode, end: int, length: int, seed: Sequence[int]) ->
         key, depth = draw_key(generator)
         answer = [*encode(PASSKEY_ANSWER.format(key=key)), end]
         parts = PASSKEY_INTRODUCTION, KEY_LINE.format(key=key), PASSKEY_QUESTION
-        shortest, left = sum(len(encode(p)) for p in parts) + len(answer), length - len(block)
+        shortest = sum(len(encode(p)) for p in parts) + len(answer)
+        left = length - len(block)
         if not block and left < shortest:
             raise UserError(
                 f"a passkey text with its answer takes {shortest} tokens with this tokenizer, and "

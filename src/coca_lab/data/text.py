@@ -152,7 +152,9 @@ def encode_documents(
 def _token_arrays(
     documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, max_tokens: int | None
 ) -> Iterator[np.ndarray]:
-    end, dtype, count = end_of_text(tokenizer), _token_type(tokenizer), 0
+    end = end_of_text(tokenizer)
+    dtype = _token_type(tokenizer)
+    count = 0
     for _, ids in encode_documents(documents, tokenizer):
         left = None if max_tokens is None else max_tokens - count
         yield np.array([*ids, end], dtype=dtype)[:left]
@@ -210,7 +212,8 @@ def tokenise(
     arrays = _token_arrays(documents, tokenizer, max_tokens)
     if folder is None:
         return np.concatenate([*arrays])
-    text, dtype = content or text_fingerprint(source.source), _token_type(tokenizer)
+    text = content or text_fingerprint(source.source)
+    dtype = _token_type(tokenizer)
     settings = [source.text_field, source.bad_lines, share, from_held_out, max_tokens]
     key = fingerprint([text, settings, str(dtype), tokenizer_fingerprint(tokenizer)])
     path = folder / "tokens" / f"{key[:24]}.bin"

@@ -61,7 +61,8 @@ def loss_of(scores: Sequence[DocumentScore], base: Sequence[DocumentScore], marg
     """
     pairs = differences(scores, base)
     interval = nats_interval(pairs)
-    mean, count = mean_nats(pairs), len(pairs)
+    mean = mean_nats(pairs)
+    count = len(pairs)
     if interval is None:
         return Loss("cannot tell", mean, None, count)
     low, high = interval
@@ -193,7 +194,8 @@ class Choice:
     @property
     def reason(self) -> str:
         """Why it is taken, in words."""
-        best, taken = self.best, self.taken
+        best = self.best
+        taken = self.taken
         if best is None or taken is None:
             words = "; ".join(f"{x.method}: {x.word(self.base, self.margins)}" for x in self.others)
             return f"No method shows that it loses nothing within L, so none is taken ({words})."

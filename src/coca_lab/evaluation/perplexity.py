@@ -49,7 +49,8 @@ def load_text(
             if len(chosen) == settings.max_documents:
                 break
         elif settings.skip_short:
-            short, longest = short + 1, max(longest, len(ids[: settings.max_tokens]))
+            short += 1
+            longest = max(longest, len(ids[: settings.max_tokens]))
         else:
             raise UserError(
                 f"document {document.id!r} has {len(ids)} tokens and the largest window needs "
@@ -66,7 +67,8 @@ def load_text(
 
 def distant_repeats(tokens: Tensor, n: int, beyond: int) -> Tensor:
     """Which tokens (length,) end an n-gram whose latest earlier one ends further back, bool."""
-    ids, last = tokens.tolist(), {}
+    ids = tokens.tolist()
+    last = {}
     repeats = torch.zeros(len(ids), dtype=torch.bool)
     for index in range(n - 1, len(ids)):
         gram = tuple(ids[index - n + 1 : index + 1])
@@ -106,7 +108,8 @@ def measure_perplexity(
     model: Model, settings: PerplexitySettings, method: MethodSettings
 ) -> list[Measurement]:
     """Perplexity of documents at every window size, and of ``attend_last``: a cell each."""
-    name, needed = str(settings), settings.tokens_needed
+    name = str(settings)
+    needed = settings.tokens_needed
     if name not in model.texts:  # read once for a model, whatever the method
         model.texts[name] = load_text(settings, model.tokenizer, at_least=needed)
     documents: list[TokenDocument] = model.texts[name]
@@ -122,30 +125,39 @@ def _readings(
     documents: Sequence[TokenDocument], settings: WindowSettings, method: MethodSettings
 ) -> list[WindowReading]:
     """How the documents are read for every cell."""
-    windows, stride, positions = settings.windows, settings.step, settings.positions
+    windows = settings.windows
+    stride = settings.step
+    positions = settings.positions
     first = shared_first_target(windows, stride) if settings.targets == "shared" else 1
     repeats = None
     if settings.repeats is not None:
         repeats = [distant_repeats(d.tokens, settings.repeats, settings.near) for d in documents]
-    rest = (repeats, settings, documents, text_hash(documents))
-    if settings.targets == "one-pass":
-        edges, longest = [0, *sorted(set(windows))], max(windows)
-        readings = [WindowReading(longest, longest, 1, method.facts, method, edges, *rest)]
-    else:
-        readings = []
-        for window in windows:
-            edges = None
-            if positions is not None:
-                edges = [round(window * i / positions) for i in range(positions + 1)]
-            readings.append(
-                WindowReading(window, stride, first, method.facts, method, edges, *rest)
-            )
+    # What those of one method have in common.
+    plain = WindowReading(
+        window=max(windows),
+        stride=max(windows),
+        first=first,
+        scaled=method.facts,
+        method=method,
+        edges=[0, *sorted(set(windows))],
+        repeats=repeats,
+        settings=settings,
+        documents=documents,
+        text=text_hash(documents),
+    )
+    readings = [plain] if settings.targets == "one-pass" else []
+    for window in windows if settings.targets != "one-pass" else ():
+        edges = None
+        if positions is not None:
+            edges = [round(window * i / positions) for i in range(positions + 1)]
+        readings.append(replace(plain, window=window, stride=stride, edges=edges))
     last = settings.attend_last
     if last is not None:
         # With a stride of an eighth, every token has at least 7/8 of the window before it.
         step = min(max(1, last // 8), stride)
+        alone = replace(plain, window=last, stride=step, edges=None)
         scaled = {"scaling": ATTEND_LAST, "factor": None}
-        readings.append(WindowReading(last, step, first, scaled, MethodSettings(), None, *rest))
+        readings.append(replace(alone, scaled=scaled, method=MethodSettings()))
     return readings
 
 
@@ -190,7 +202,8 @@ def _tallies(
     module: PreTrainedModel, reading: WindowReading, windows: Sequence[tuple[int, Window]]
 ) -> Tally:
     """What some windows add to the figures of a cell."""
-    documents, batch_tokens = reading.documents, reading.settings.batch_tokens
+    documents = reading.documents
+    batch_tokens = reading.settings.batch_tokens
     sums = {"documents": torch.zeros(len(documents), 2, dtype=torch.float64)}
     edges = torch.tensor(reading.edges or [])
     if reading.edges is not None:
@@ -244,7 +257,8 @@ def _figures(reading: WindowReading, tallies: Sequence[Tally]) -> Cell:
 
 def _added(tallies: Sequence[Tally], name: str, size: int) -> list[tuple[float, int]]:
     """Nats and tokens of every index; None is infinity."""
-    nats, tokens = [0.0] * size, [0] * size
+    nats = [0.0] * size
+    tokens = [0] * size
     for each in tallies:
         for index, more, count in each[name]:
             nats[index] += math.inf if more is None else more
@@ -254,11 +268,14 @@ def _added(tallies: Sequence[Tally], name: str, size: int) -> list[tuple[float, 
 
 def cut(costs: Sequence[int], most: int = ITEM_TOKENS) -> list[tuple[int, int]]:
     """Starts and ends of ranges that cost at most ``most`` together, or of one entry."""
-    ranges, start, tokens = [], 0, 0
+    ranges = []
+    start = 0
+    tokens = 0
     for index, cost in enumerate(costs):
         if index > start and tokens + cost > most:
             ranges.append((start, index))
-            start, tokens = index, 0
+            start = index
+            tokens = 0
         tokens += cost
     return [*ranges, (start, len(costs))]
 

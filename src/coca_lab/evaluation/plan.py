@@ -46,7 +46,8 @@ def measurements_of(
         UserError: If a model cannot be loaded or extended, or a task cannot be done with it.
     """
     tasks = tasks or [(TASKS[name], settings) for name, settings in plan.tasks.items()]
-    measurements, measured = [], []
+    measurements = []
+    measured = []
     for model in open_models(plan, models, {} if texts is None else texts):
         for number, method in enumerate(plan.methods_of(model.name)):
             for task, settings in tasks:

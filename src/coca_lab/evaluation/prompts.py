@@ -46,10 +46,14 @@ def measure_prompts(
     method: MethodSettings,
     about: Cell,
     make: Callable[[Sequence[int]], list[Prompt]],
-    score: Callable[[str, Prompt], Cell],
-    statistics: Callable[[list[Cell]], Cell],
+    score: Callable[[str, Prompt], float],
+    names: tuple[str, str],
 ) -> Measurement:
-    """The prompts of one kind and length, a batch an item, and their cell with its ``samples``."""
+    """The prompts of one kind and length, a batch an item, and their cell with its ``samples``.
+
+    ``names`` are what a sample calls its score, and the cell their mean.
+    """
+    each, mean = names
     length = len(make([0])[0].ids)  # UserError if it does not fit
     most = about["max_new_tokens"]
 
@@ -68,7 +72,7 @@ def measure_prompts(
                     use_cache=settings.use_cache,
                 )
         return [
-            {**prompt.facts, "output": answer, **score(answer, prompt)}
+            {**prompt.facts, "output": answer, each: score(answer, prompt)}
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
 
@@ -83,7 +87,9 @@ def measure_prompts(
 
     def cells(records: list[Cell]) -> list[Cell]:
         rope = model.module and method.parameters(model.module, length + most)
-        return [{**about, "rope_parameters": rope, "samples": records, **statistics(records)}]
+        scores = [record[each] for record in records]
+        found = {mean: fmean(scores), "wilson95": wilson_interval(sum(scores), len(scores))}
+        return [{**about, "rope_parameters": rope, "samples": records, **found}]
 
     return Measurement(items, cells)
 
@@ -101,16 +107,11 @@ def measure_passkeys(
             method,
             {**about, "length": length},
             partial(ask_for_passkeys, model.tokenizer, length, **same),
-            lambda answer, prompt: {"hit": is_hit(answer, prompt.facts["key"])},
-            _share_found,
+            lambda answer, prompt: is_hit(answer, prompt.facts["key"]),
+            ("hit", "accuracy"),
         )
         for length in settings.lengths
     ]
-
-
-def _share_found(records: list[Cell]) -> Cell:
-    hits, trials = sum(record["hit"] for record in records), len(records)
-    return {"accuracy": hits / trials, "wilson95": wilson_interval(hits, trials)}
 
 
 PASSKEY_TASK = Task(**vars(PASSKEY), measure=measure_passkeys)
@@ -149,8 +150,8 @@ def measure_ruler(
                 method,
                 about,
                 partial(ask_for_ruler, model.tokenizer, task, length, **same),
-                lambda answer, prompt: {"score": string_match(answer, prompt.facts["expected"])},
-                _mean_score,
+                lambda answer, prompt: string_match(answer, prompt.facts["expected"]),
+                ("score", "score"),
             )
         )
     return measurements
@@ -167,11 +168,6 @@ def read_words(model: Model, source: SourceSettings, count: int) -> list[str]:
         words = (word for document in documents_of(source) for word in document.text.split())
         model.texts[name] = [*islice(words, count)]
     return model.texts[name]
-
-
-def _mean_score(records: list[Cell]) -> Cell:
-    scores = [record["score"] for record in records]
-    return {"score": fmean(scores), "wilson95": wilson_interval(sum(scores), len(scores))}
 
 
 RULER_TASK = Task(**vars(RULER), measure=measure_ruler)

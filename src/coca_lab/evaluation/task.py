@@ -117,7 +117,8 @@ def open_model(
     Raises:
         UserError: If it cannot be loaded.
     """
-    module, tokenizer = model_without_weights(path, dtype), load_tokenizer(path)
+    module = model_without_weights(path, dtype)
+    tokenizer = load_tokenizer(path)
     identity = identity or f"{model_fingerprint(path)} {dtype}"
     return Model(module, tokenizer, name or Path(path).name, identity, path, dtype, device)
 
@@ -132,7 +133,8 @@ def served_model(path: str, endpoint: Endpoint) -> Model:
     Raises:
         UserError: If the tokenizer cannot be loaded.
     """
-    tokenizer, module = load_tokenizer(path), None
+    tokenizer = load_tokenizer(path)
+    module = None
     if (Path(path) / "config.json").is_file():
         module = model_without_weights(path, "float32")
     identity = f"{model_fingerprint(path)} {endpoint.url} {endpoint.model}"
@@ -174,7 +176,8 @@ def cells_of(measurements: Sequence[Measurement], store: Store) -> list[Cell]:
     cells: list[Cell] = []
     for each in measurements:
         keys = [key for item in each.items for key in item.keys]
-        values, seconds = [store.get(key) for key in keys], store.seconds(keys)
+        values = [store.get(key) for key in keys]
+        seconds = store.seconds(keys)
         made = [{**cell, "seconds": seconds} for cell in each.cells(values)]
         cells += [cell for cell in made if cell not in cells]
     return cells

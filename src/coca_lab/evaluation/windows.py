@@ -85,7 +85,9 @@ def score_windows(
         targets = torch.full((len(batch), scored), -100)
         for row, (d, w) in enumerate(batch):
             targets[row, scored - w.targets :] = documents[d].tokens[w.first_target : w.stop + 1]
-        nats = _target_nats(model, inputs.to(device), targets.to(device)).cpu()
+        logits = last_logits(model, inputs.to(device), scored).flatten(0, 1)
+        of_target = F.cross_entropy(logits, targets.to(device).flatten(), reduction="none")
+        nats = of_target.view_as(targets).cpu()  # 0 where targets are ignored
         for (d, w), of_window in zip(batch, nats, strict=True):
             if of_window.isnan().any():
                 raise UserError(
@@ -103,13 +105,6 @@ def last_logits(model: nn.Module, inputs: Tensor, count: int) -> Tensor:
     with naming_the_limit(model, inputs.shape[1]):
         logits = model(input_ids=inputs, use_cache=False, **keep).logits
     return logits[:, logits.shape[1] - count :].float()
-
-
-def _target_nats(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Nats of the targets (B, N) that follow the last N inputs (B, T); 0 where they are -100."""
-    logits = last_logits(model, inputs, targets.shape[1]).flatten(0, 1)
-    nats = F.cross_entropy(logits, targets.flatten(), reduction="none", ignore_index=-100)
-    return nats.view_as(targets)
 
 
 def _batches(

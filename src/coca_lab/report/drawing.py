@@ -179,7 +179,8 @@ def _domain(chart: LineChart, points: Frame) -> tuple[float, float]:
     if not values.size:
         return 0.1, 1.0
     values = np.append(values, [] if chart.level is None else chart.level)
-    low, high = float(values.min()), float(values.max())
+    low = float(values.min())
+    high = float(values.max())
     if chart.log_y:
         middle = math.sqrt(low * high)
         reach = max(math.sqrt(high / low) * 1.03, 1 + LEAST)
@@ -191,7 +192,8 @@ def _domain(chart: LineChart, points: Frame) -> tuple[float, float]:
 
 def _horizontal(chart: LineChart, width: int) -> alt.X:
     """The horizontal axis and its scale."""
-    scale, axis = alt.Scale(nice=False, zero=False), alt.Axis(format=",.6~g", grid=False)
+    scale = alt.Scale(nice=False, zero=False)
+    axis = alt.Axis(format=",.6~g", grid=False)
     if chart.ticks:
         scale = alt.Scale(type="log", base=2, nice=False)
         axis = alt.Axis(values=[*chart.ticks], format=",.6~g", labelOverlap="parity", grid=False)

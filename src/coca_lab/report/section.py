@@ -36,8 +36,6 @@ class Section:
 
     Attributes:
         title: Its heading.
-        lead: Plain text above the chart.
-        text: Plain text below the chart.
         chart: The chart, if there is one.
         header: Header of the table.
         rows: Rows of the table, which the terminal shows, too.
@@ -46,8 +44,6 @@ class Section:
     """
 
     title: str
-    lead: str = ""
-    text: str = ""
     chart: LineChart | None = None
     header: Sequence[str | Entry] = ()
     rows: Sequence[Sequence[str | Entry]] = ()

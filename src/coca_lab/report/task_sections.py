@@ -90,7 +90,12 @@ def perplexity_sections(cells: Sequence[Perplexity]) -> list[Section]:
         sections += length_sections(
             frame_of(copies), short, "Small: 95 % intervals over documents."
         )
-    positions = [point for cell in cells for point in _positions(cell)]
+    positions = [
+        point
+        for cell in cells
+        for place in cell.by_position or ()
+        for point in _part(cell, place.last, f"by position, window {cell.window:,}", [place.score])
+    ]
     if positions:
         by_position = replace(short, x="tokens read before, up to")
         sections += length_sections(frame_of(positions), by_position, "")
@@ -121,7 +126,8 @@ def _copies(cell: Perplexity) -> Iterator[Point]:
         return
     whole = [document.score for document in cell.documents]
     copied = [document.score for document in cell.repeats.documents]
-    far, rest = [], []
+    far = []
+    rest = []
     for document, part in zip(whole, copied, strict=False):
         far.append(replace(part, id=document.id))
         tokens = document.tokens - part.tokens
@@ -129,13 +135,6 @@ def _copies(cell: Perplexity) -> Iterator[Point]:
     about = f"{cell.repeats.n}-grams that stand more than {cell.repeats.beyond} tokens before"
     yield from _part(cell, cell.window, f"ends of {about}", far)
     yield from _part(cell, cell.window, f"all but the ends of {about}", rest)
-
-
-def _positions(cell: Perplexity) -> Iterator[Point]:
-    """Of the targets with so many tokens before them."""
-    kind = f"by position, window {cell.window:,}"
-    for place in cell.by_position or ():
-        yield from _part(cell, place.last, kind, [place.score])
 
 
 def _part(cell: Perplexity, x: int, kind: str, scores: Scores) -> Iterator[Point]:
@@ -177,7 +176,8 @@ def _needle_parts(cell: Needles) -> list[tuple[Point, NeedleFigures]]:
         )
         return [_needle_part(cell, "", of_all, 0, sys.maxsize)]
     parts = []
-    near, beyond = cell.ranges["near"], cell.ranges["beyond"]
+    near = cell.ranges["near"]
+    beyond = cell.ranges["beyond"]
     if near.needles:
         kind = f"up to {cell.near:,} tokens back"
         parts.append(_needle_part(cell, kind, near, 0, cell.near))
@@ -233,7 +233,8 @@ def _pooled(frame: Frame) -> Frame:
     sums = frame.assign(prompts=prompts, hits=frame["y"] * prompts)
     sums = sums.groupby(["line", "x"])[["hits", "prompts"]].sum()
     first = frame.drop_duplicates(["line", "x"]).join(sums, on=["line", "x"])
-    lows, highs = [], []
+    lows = []
+    highs = []
     for hits, count in zip(first["hits"], first["prompts"], strict=True):
         low, high = wilson_interval(hits, count) or (math.nan, math.nan)
         lows.append(low)

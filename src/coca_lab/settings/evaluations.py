@@ -10,7 +10,6 @@ from coca_lab.settings.sources import SourceSettings, TextSettings, Thinking, ch
 
 # Making a prompt takes some 70 bytes a token.
 Lengths = Annotated[list[Annotated[int, Field(ge=1, le=10**7)]], Field(min_length=1)]
-AtLeastTwo = Annotated[int, Field(ge=2)]
 RulerTask = Literal[
     "niah_single_1", "niah_single_2", "niah_single_3",
     "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",

@@ -53,7 +53,7 @@ class MethodSettings:
     @property
     def facts(self) -> dict[str, Any]:
         """What a cell says about it; there is no factor without a method."""
-        from coca_attention.models import METHODS  # imports torch, and so the one below
+        from coca_attention.models import METHODS  # imports torch
 
         factor = self.factor or METHODS[self.method].reach
         return {"scaling": self.name, "factor": None if self.method == "none" else float(factor)}
@@ -66,7 +66,7 @@ class MethodSettings:
     @contextmanager
     def applied(self, module: Any, length: int) -> Iterator[dict[str, Any] | None]:
         """Change a model for texts of a length in tokens; yields its rotary parameters."""
-        from coca_attention.models import applied, training_length
+        from coca_attention.models import applied, training_length  # imports torch
 
         to = None
         made_for = self.length or training_length(module.config.get_text_config())
@@ -171,7 +171,7 @@ class StudySettings(Plan):
     recipe: PathText = ""
     """The recipe that models change: a file, or the name of one of the project's; by default the
     settings of the paper."""
-    models: Annotated[dict[str, ModelOptions], Field()] = field(default_factory=dict)
+    models: dict[str, ModelOptions] = field(default_factory=dict)
     """Models by name, each with the fields of the recipe that it sets, such as {RoFormer:
     {model.attention: rope}}; recipe names another recipe, seeds are others than those of the study.
     With path, a folder or name, a model is evaluated as it is, or converted: {path: MODEL,
@@ -179,7 +179,7 @@ class StudySettings(Plan):
     another model of the study."""
     options: Options = field(default_factory=dict)
     """Fields of the recipe that all trained models set."""
-    sizes: Annotated[dict[str, Options], Field()] = field(default_factory=dict)
+    sizes: dict[str, Options] = field(default_factory=dict)
     """Sizes by name, each with fields of the recipe, such as {0.2M: {model.hidden_size: 64}}, and
     seeds if they differ. Every model is trained in every size; the report has a chart a size."""
     seeds: list[int] = field(default_factory=lambda: [0])

@@ -1,10 +1,11 @@
 """Running a study: what is missing is trained and evaluated, and one page shows all."""
 
+import json
 import logging
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from coca_attention.errors import UserError
 from coca_lab.cluster import OnRay
-from coca_lab.engine import Engine, ItemExecutor, Job, Progress, listen, problem
+from coca_lab.engine import Engine, ItemExecutor, Job, Progress, problem
 from coca_lab.environment import available_cores, describe_environment
 from coca_lab.evaluation.plan import Texts, measurements_of
 from coca_lab.evaluation.task import Cell, Measurement, cells_of, free_weights, in_turn
@@ -22,8 +23,8 @@ from coca_lab.fingerprints import fingerprint
 from coca_lab.processes import Workers
 from coca_lab.report import REPORTS, write_report
 from coca_lab.store import Store
-from coca_lab.studies.study import LOGS, REPORT_FILE, RESULTS_FILE, STORE_FILE, TOKENIZERS, Study
-from coca_lab.studies.trial import TRAINING, Trial, Value
+from coca_lab.studies.study import REPORT_FILE, RESULTS_FILE, STORE_FILE, TOKENIZERS, Study
+from coca_lab.studies.trial import LOGS, TRAINING, Trial, Value
 from coca_lab.training.folder import TOKENIZER
 from coca_lab.training.texts import load_run_tokenizer, tokenizer_key
 from coca_lab.training.trainer import Interrupted
@@ -113,11 +114,10 @@ class _Run:
         self.opened = {trial.label: self._measurements(trial) for trial in there}
         needed = [label for each in missing for label in (*reversed(each.bases), each.label)]
         self.needed = [self.trials[label] for label in dict.fromkeys(needed)]
-        listen(self._tell)
         try:
-            self.engine.follow([self._making(each) for each in self.needed if not each.after])
+            first = [self._making(each) for each in self.needed if not each.after]
+            self.engine.follow(first, self._look)
         finally:
-            listen(None)
             free_weights()
         self._write()
         self._tell()
@@ -165,7 +165,12 @@ class _Run:
                 self.study.best_rates([trial], self.store)
             return []
 
-        return Job(items, then, partial(self._measured, trial))
+        def measured(line: str, done: int, total: int) -> None:
+            share = done / max(total, 1)
+            before = 0 if trial.is_ready else TRAINING
+            self._tell(trial.label, f"evaluated {100 * share:.0f} %", before + (1 - before) * share)
+
+        return Job(items, then, measured)
 
     def _finish(self, trial: Trial, cells: list[Cell], diverged: str = "") -> None:
         """Keep and show the results of a trial."""
@@ -188,9 +193,13 @@ class _Run:
     def _measurements(self, trial: Trial) -> list[Measurement]:
         return measurements_of(trial.plan, {trial.name: str(trial.model)}, texts=self.texts)[0]
 
-    def _measured(self, trial: Trial, line: str, done: int, total: int) -> None:
-        share, before = done / max(total, 1), 0 if trial.is_ready else TRAINING
-        self._tell(trial.label, f"evaluated {100 * share:.0f} %", before + (1 - before) * share)
+    def _look(self) -> None:
+        """Show how far trainings are."""
+        for trial in self.needed:
+            with suppress(OSError, ValueError):  # it is not trained now, or just writes it
+                step, steps = json.loads(trial.steps.read_text(encoding="utf-8"))
+                text = f"step {step:,} of {steps:,}"
+                self._tell(trial.label, text, TRAINING * step / steps)
 
     def _tell(self, label: str = "", text: str = "", share: float = 0.0) -> None:
         """Show the whole, and what a trial has just done."""
@@ -207,7 +216,8 @@ class _Run:
 
     def _write(self) -> None:
         """Write ``results.json`` with what is finished."""
-        trials, store = self.trials.values(), self.store
+        trials = self.trials.values()
+        store = self.store
         values = [(trial, store.get(trial.key)) for trial in trials if trial.key in store]
         diverged = {
             trial.label: value["diverged"] for trial, value in values if "diverged" in value

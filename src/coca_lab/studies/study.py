@@ -18,12 +18,12 @@ from coca_lab.options import checked, option_words, read_settings
 from coca_lab.settings.sources import SourceSettings
 from coca_lab.settings.studies import Options, StudySettings
 from coca_lab.store import Store
-from coca_lab.studies.trial import Trial
+from coca_lab.studies.trial import LOGS, Trial
 from coca_lab.training import Recipe, load_recipe
 from coca_lab.yaml_files import read_yaml
 
 RESULTS_FILE, STORE_FILE = "results.json", "values.sqlite"
-REPORT_FILE, TOKENIZERS, LOGS = "report.html", "tokenizers", "logs"
+REPORT_FILE, TOKENIZERS = "report.html", "tokenizers"
 RESERVED = {RESULTS_FILE, STORE_FILE, REPORT_FILE, TOKENIZERS, LOGS}
 """Of the folder of a study, which no model can have."""
 CONVERT = "convert."
@@ -36,7 +36,8 @@ class Study(StudySettings):
     @property
     def tasks_on_text(self) -> dict[str, Any]:
         """The settings of the tasks; those without a source of their own read the study's text."""
-        default, source = SourceSettings().source, self.text or SourceSettings().source
+        default = SourceSettings().source
+        source = self.text or SourceSettings().source
         return {
             name: replace(task, source=source) if getattr(task, "source", "") == default else task
             for name, task in self.tasks.items()
@@ -68,7 +69,8 @@ class Study(StudySettings):
 
     def _is_ready(self, name: str) -> bool:
         """Whether a model is from elsewhere, as it is or converted."""
-        seen, start = {name}, self.models[name].get("path")
+        seen = {name}
+        start = self.models[name].get("path")
         while start in self.models and start not in seen:
             seen.add(start)
             start = self.models[start].get("path")
@@ -79,7 +81,8 @@ class Study(StudySettings):
         found: dict[str, dict[float | None, float]] = {}
         for trial in trials:
             if trial.tunes and trial.key in store:
-                cells, rate = store.get(trial.key)["cells"], trial.rate
+                cells = store.get(trial.key)["cells"]
+                rate = trial.rate
                 chosen = [c for c in cells if all(c.get(n) == x for n, x in self.choose.items())]
                 if cells and not chosen:
                     raise UserError(f"no cell of {trial.label} has what choose asks: {self.choose}")
@@ -96,7 +99,8 @@ class Study(StudySettings):
         options = self.options | self.sizes.get(size, {}) | self.models[name]
         seeds = options.pop("seeds", self.seeds)
         with error_prefix(f"model {name}{size and f', size {size}'}: "):
-            if not _are_seeds(seeds):
+            valid = isinstance(seeds, list) and all(isinstance(x, int) and x >= 0 for x in seeds)
+            if not valid or not seeds or len(set(seeds)) < len(seeds):
                 raise UserError(
                     f"seeds must be different numbers from 0, at least one, got {seeds}"
                 )
@@ -141,14 +145,6 @@ def _cost(cells: Sequence[Cell]) -> float:
     return -sum(cell[figure] for cell in cells) / len(cells)
 
 
-def _are_seeds(seeds: object) -> bool:
-    return (
-        isinstance(seeds, list)
-        and all(isinstance(seed, int) and seed >= 0 for seed in seeds)
-        and 0 < len(seeds) == len(set(seeds))
-    )
-
-
 def _ready_model(options: Options) -> dict[str, Any]:
     """The fields of a trial that trains nothing."""
     known = {name for name in options if name in ("path", "seeds") or name.startswith(CONVERT)}
@@ -187,21 +183,16 @@ def _linked(trials: Sequence[Trial]) -> list[Trial]:
     return [link(trial) for trial in trials]
 
 
-def _task_sections() -> dict[str, type]:
-    """The sections of tasks in study files: their settings."""
-    taken = TASKS.keys() & Study.__dataclass_fields__.keys()
-    if taken:
-        raise UserError(f"a task cannot be named {', '.join(taken)}, as a field of studies")
-    return {task.name: task.settings for task in TASKS.values()}
-
-
 def load_study(name: str | Path, words: Sequence[str] = ()) -> Study:
     """A checked study from a YAML file or by its name, with words that override it.
 
     Seeds, and fields of recipes such as ``--training.steps 50``, are set for all models and sizes.
     """
     options, rest = _recipe_words(words)
-    sections = _task_sections()
+    taken = TASKS.keys() & Study.__dataclass_fields__.keys()
+    if taken:
+        raise UserError(f"a task cannot be named {', '.join(taken)}, as a field of studies")
+    sections = {task.name: task.settings for task in TASKS.values()}
     if "recall" not in sections and "recall" in read_yaml(name, "study"):
         raise UserError(f"{name}: {RECALL}")
     study = read_settings(Study, name, rest, kind="study", program="coca study", sections=sections)
@@ -215,7 +206,9 @@ def load_study(name: str | Path, words: Sequence[str] = ()) -> Study:
 
 def _recipe_words(words: Sequence[str]) -> tuple[Options, list[str]]:
     """The fields of recipes among words of a command line, and the other words."""
-    options, rest, left = Options(), [], deque(words)
+    options = Options()
+    rest = []
+    left = deque(words)
     while left:
         name, equals, value = (word := left.popleft()).partition("=")
         if not name.startswith("--") or name[2:].split(".")[0] not in Recipe.__dataclass_fields__:

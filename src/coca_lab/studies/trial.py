@@ -1,6 +1,7 @@
 """A trial of a study: a model, trained, converted or as it is, and what is measured of it."""
 
 import shutil
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +12,7 @@ from transformers import TrainerCallback
 
 from coca_attention.errors import error_prefix
 from coca_attention.models.conversion import Conversion
-from coca_lab.engine import Item, tell
+from coca_lab.engine import Item
 from coca_lab.evaluation import TASKS
 from coca_lab.evaluation.plan import Plan
 from coca_lab.evaluation.task import Cell, free_weights, settings_key
@@ -28,6 +29,8 @@ TRAINING = 0.75
 """Share of the work that is training; the rest is evaluation. Only for the time left."""
 Value = dict[str, Any]
 """What is kept of a trial: ``training``, ``cells``, and how it ``diverged``."""
+LOGS = "logs"
+"""Folder of a study with what its processes print, and how far its trainings are."""
 CONVERSION_FILE = "conversion.json"
 """Of a converted model: what it was made from, and how."""
 
@@ -105,7 +108,8 @@ class Trial:
             start = self.after.made if self.after else self.start and model_fingerprint(self.start)
         if self.recipe is None:
             return fingerprint([start, self.conversion and asdict(self.conversion)])
-        fields, inputs = asdict(self.recipe), inputs_of(self.recipe, start=start)
+        fields = asdict(self.recipe)
+        inputs = inputs_of(self.recipe, start=start)
         for section, name in (("data", "cache"), ("data", "tokenizer"), ("model", "start")):
             del fields[section][name]  # they say where it is
         if self.trains_tokenizer:
@@ -145,11 +149,17 @@ class Trial:
         return Path(self.start) if self.is_ready else self.output / self.folder
 
     @property
+    def steps(self) -> Path:
+        """File with the steps that its training has done, and all; there while it is trained."""
+        return self.output / LOGS / f"{self.folder}.steps"
+
+    @property
     def cost(self) -> int:
         """How much work it is, next to the others."""
         if self.recipe is None:
             return 1
-        training, data = self.recipe.training, self.recipe.data
+        training = self.recipe.training
+        data = self.recipe.data
         width = self.recipe.model.hidden_size
         return self.recipe.steps * training.global_batch_size * data.block_length * width
 
@@ -205,21 +215,23 @@ class Trial:
             check_finished(recipe, inputs_of(recipe), self.model, self.may_change)
         while not is_finished(self.model):
             try:
-                steps = [Steps(self.label)]
+                steps = [Steps(self.steps)]
                 train(recipe, self.model, may_change=self.may_change, callbacks=steps)
             except torch.OutOfMemoryError:
                 size = recipe.training.micro_batch_size
                 if size == 1:
                     raise
                 # At most half, and a divisor of the batch, which accumulation has to fill.
-                batch, smaller = recipe.training.global_batch_size, size // 2
+                batch = recipe.training.global_batch_size
+                smaller = size // 2
                 while batch % smaller:
                     smaller -= 1
                 recipe = recipe.changed("training", micro_batch_size=smaller)
 
     def _convert(self, conversion: Conversion) -> None:
         """Convert, again where the start or the options have changed; nothing else is replaced."""
-        record, made = self.model / CONVERSION_FILE, asdict(conversion)
+        record = self.model / CONVERSION_FILE
+        made = asdict(conversion)
         made["start"] = model_fingerprint(self.start)
         if record.is_file():
             if read_json(record) == made:
@@ -230,12 +242,17 @@ class Trial:
 
 
 class Steps(TrainerCallback):
-    """Tells every tenth step of a training; parameters have the types of `TrainerCallback`."""
+    """Writes every tenth step of a training; parameters have the types of `TrainerCallback`."""
 
-    def __init__(self, label: str) -> None:
-        self.label = label
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        step, steps = state.global_step, state.max_steps
-        if step % 10 == 0:
-            tell(self.label, f"step {step:,} of {steps:,}", TRAINING * step / steps)
+        if state.global_step % 10 == 0:
+            with suppress(OSError):  # it is for the eye alone
+                self.path.parent.mkdir(exist_ok=True)
+                self.path.write_text(f"[{state.global_step}, {state.max_steps}]", encoding="utf-8")
+
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        with suppress(OSError):
+            self.path.unlink()

@@ -92,7 +92,8 @@ def training_arguments(
     recipe: Recipe, settings: TrainingRecipe, folder: Path, processes: int = 1
 ) -> TrainingArguments:
     """Transformers' arguments for a stage's settings; UserError if the recipe does not fit."""
-    per_pass, every = settings.micro_batch_size * processes, recipe.validation.every
+    per_pass = settings.micro_batch_size * processes
+    every = recipe.validation.every
     if settings.global_batch_size % per_pass:
         raise UserError(
             "global_batch_size must be a multiple of micro_batch_size x processes; got "

@@ -86,12 +86,15 @@ class Lines(TrainerCallback):
         self.due = math.inf
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        now, step = time.monotonic(), state.global_step
+        now = time.monotonic()
+        step = state.global_step
         if self.first is None:
-            self.first, self.due = (step, now), now + FIRST_LINE
+            self.first = (step, now)
+            self.due = now + FIRST_LINE
         elif now >= self.due and step < state.max_steps:
             self.due = now + EVERY
-            steps, seconds = step - self.first[0], now - self.first[1]
+            steps = step - self.first[0]
+            seconds = now - self.first[1]
             left = round(seconds / steps * (state.max_steps - step))
             end = time.strftime("%a %H:%M", time.localtime(time.time() + left))
             self._say(state, f"{timedelta(seconds=left)} left, until {end}")

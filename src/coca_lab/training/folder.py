@@ -230,7 +230,8 @@ def check_complete(checkpoint: Path, trainer: Trainer, processes: int | None) ->
         trainer: It resumes there, with the optimizer's and the random state of its process.
         processes: How many have written the checkpoint; None if that is not known.
     """
-    count, index = trainer.args.world_size, trainer.args.process_index
+    count = trainer.args.world_size
+    index = trainer.args.process_index
     missing = []
     # DeepSpeed has files of its own, which it reads itself. Those of FSDP are in a folder.
     if not trainer.is_deepspeed_enabled and not any(checkpoint.glob("optimizer*")):

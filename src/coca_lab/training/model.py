@@ -64,7 +64,8 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
             )
         set_rotary_scaling(model, recipe.model.scaling, factor=recipe.model.interpolation)
     config: Any = model.config.get_text_config()
-    known, length = getattr(config, "max_position_embeddings", None), recipe.data.block_length
+    known = getattr(config, "max_position_embeddings", None)
+    length = recipe.data.block_length
     if recipe.model.start is not None and known is not None and length > known:
         if recipe.model.interpolation is None and "distance_map" not in rope_parameters(config):
             raise UserError(
@@ -95,7 +96,8 @@ def load_teacher(recipe: Recipe) -> PreTrainedModel:
 def _load_start(recipe: ModelRecipe, start: str) -> PreTrainedModel:
     model = load_model(start, device=str(PartialState().device))
     check_finite(start, model)  # or the loss would be NaN, as of a rate that is too high
-    present, wanted = attention_of(model.config) or "rope", recipe.attention
+    present = attention_of(model.config) or "rope"
+    wanted = recipe.attention
     near = recipe.near
     if present == wanted and near is not None:
         if present != "rope" or hasattr(model.config, "coca_form"):
@@ -120,7 +122,7 @@ def choose_parameters(model: PreTrainedModel, stage: StageRecipe) -> Any:
     if stage.train == "all":
         return model.requires_grad_(True)
     if stage.train == "lora":
-        from peft import LoraConfig, get_peft_model
+        from peft import LoraConfig, get_peft_model  # an optional package
 
         rank = stage.lora_rank
         return get_peft_model(

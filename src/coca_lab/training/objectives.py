@@ -78,7 +78,8 @@ def _shape(config: PretrainedConfig, objective: Objective) -> dict[str, int]:
 def relative_distance(outputs: Tensor, targets: Tensor) -> Tensor:
     """Squared error of texts (B, T, …) by each one's variance, on average; 1 is a constant's."""
     # By the variance of a micro-batch, its size would change what is learned.
-    outputs, targets = outputs.float().flatten(1), targets.float().flatten(1)
+    outputs = outputs.float().flatten(1)
+    targets = targets.float().flatten(1)
     variance = targets.var(1).clamp_min(torch.finfo(torch.float32).tiny)
     return (F.mse_loss(outputs, targets, reduction="none").mean(1) / variance).mean()
 
@@ -116,7 +117,9 @@ def _matched_attention(teacher: PreTrainedModel, student: PreTrainedModel) -> It
     # They stay for the whole context, as a checkpointed layer runs again in the backward pass. The
     # student returns the distance as its loss, since wrappers for several processes reduce the
     # gradients of nothing but what the model returns.
-    inputs, targets, outputs = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
+    inputs = dict[int, Tensor]()
+    targets = dict[int, Tensor]()
+    outputs = dict[int, Tensor]()
 
     def record(inputs: dict[int, Tensor], index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
@@ -155,7 +158,12 @@ def _matched_attention(teacher: PreTrainedModel, student: PreTrainedModel) -> It
     for index, (attention, projection) in enumerate(_attention_layers(student)):
         before(attention, replace_input(index))
         before(projection, record(outputs, index))
-        hooks.append(attention.register_forward_hook(_detach_output))
+        # Nothing after the layer contributes to the loss, so it needs no graph.
+        hooks.append(
+            attention.register_forward_hook(
+                lambda module, args, result: (result[0].detach(), *result[1:])
+            )
+        )
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         # The logits are not used; one position costs least.
@@ -170,11 +178,6 @@ def _matched_attention(teacher: PreTrainedModel, student: PreTrainedModel) -> It
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _detach_output(module: nn.Module, args: Args, result: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    # Nothing after the layer contributes to the loss, so it needs no graph.
-    return (result[0].detach(), *result[1:])
 
 
 def _attention_layers(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:

@@ -59,7 +59,8 @@ def bfloat16_ratio() -> float:
     rows, inner, columns = SHAPE
     times = {}
     for dtype in (torch.float32, torch.bfloat16):
-        left, right = torch.ones(rows, inner, dtype=dtype), torch.ones(inner, columns, dtype=dtype)
+        left = torch.ones(rows, inner, dtype=dtype)
+        right = torch.ones(inner, columns, dtype=dtype)
         taken = []
         for _ in range(5):
             started = time.perf_counter()

@@ -58,7 +58,8 @@ class Retrieval:
         return {name: self._share(model, each) for name, each in self.questions.items()}
 
     def _share(self, model: PreTrainedModel, questions: Questions) -> float:
-        prompts, state = questions.prompts, PartialState()
+        prompts = questions.prompts
+        state = PartialState()
         size = max(1, self.tokens // questions.length)
         mine: Any
         scores: dict[int, float] = {}
@@ -80,29 +81,31 @@ class Retrieval:
 
 def load_retrieval(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Retrieval:
     """What a recipe asks for; UserError if there is no room, or token, for an answer."""
-    validation, block = recipe.validation, recipe.data.block_length
+    validation = recipe.validation
+    block = recipe.data.block_length
     questions: dict[str, Questions] = {}
-    passkeys, needles = range(validation.passkeys), range(validation.needles)
+    passkeys = range(validation.passkeys)
+    needles = range(validation.needles)
     for length in validation.lengths or [block]:
         if passkeys:
             with error_prefix("validation.passkeys: "):
                 prompts = ask_for_passkeys(tokenizer, length, passkeys, seed=SEED)
             questions[f"passkey_{length}"] = Questions(
-                "passkeys", length, prompts, _has_passkey, ANSWER
+                "passkeys",
+                length,
+                prompts,
+                lambda answer, prompt: float(is_hit(answer, prompt.facts["key"])),
+                ANSWER,
             )
         for task in NEEDLES if needles else ():
             with error_prefix("validation.needles: "):
                 prompts = ask_for_ruler(tokenizer, task, length, needles, seed=SEED)
             questions[f"{task}_{length}"] = Questions(
-                task, length, prompts, _has_expected, ANSWER_TOKENS[task]
+                task,
+                length,
+                prompts,
+                lambda answer, prompt: string_match(answer, prompt.facts["expected"]),
+                ANSWER_TOKENS[task],
             )
     tokens = recipe.training.micro_batch_size * block
     return Retrieval(tokenizer, questions, tokens)
-
-
-def _has_passkey(answer: str, prompt: Prompt) -> float:
-    return float(is_hit(answer, prompt.facts["key"]))
-
-
-def _has_expected(answer: str, prompt: Prompt) -> float:
-    return string_match(answer, prompt.facts["expected"])

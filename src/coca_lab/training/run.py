@@ -93,7 +93,8 @@ def train(
     output = Path(output)
     recipe.check()
     recipe = with_precision(recipe, output)
-    written, settings = as_yaml(recipe), all_fields(recipe)
+    written = as_yaml(recipe)
+    settings = all_fields(recipe)
     if (output / SUMMARY_FILE).is_file():
         check_finished(recipe, inputs_of(recipe), output, may_change)
         return output
@@ -148,7 +149,8 @@ def largest_divisor(number: int, most: int) -> int:
 
 def saved_dtype(recipe: Recipe) -> torch.dtype | None:
     """The dtype to save the model in; UserError if the start or the teacher cannot be loaded."""
-    model, dtype = recipe.model, None
+    model = recipe.model
+    dtype = None
     if model.start is not None:
         start = model_without_weights(model.start, "auto")
         if quantised_by(model.start, start.config) is not None:
@@ -182,7 +184,8 @@ class Run:
 
 def measure_start(run: Run, name: str) -> None:
     """Write the validation of the start into the run folder, once."""
-    path, state = run.output / START_FILE, PartialState()
+    path = run.output / START_FILE
+    state = PartialState()
     if path.is_file():
         return
     model = load_model(name, device=str(state.device))
@@ -204,9 +207,13 @@ def measure_start(run: Run, name: str) -> None:
 def fit(run: Run, number: int) -> Summary:
     """Train a stage from its last checkpoint, or its start, and save its model; its summary."""
     gc.collect()  # the trainer and the model of the previous stage refer to each other
-    recipe, folder, state = run.recipe, run.folders[number], PartialState()
-    stage, settings = recipe.run_stages[number], recipe.schedules[number]
-    arguments, is_last = run.arguments[number], number + 1 == len(run.folders)
+    recipe = run.recipe
+    folder = run.folders[number]
+    state = PartialState()
+    stage = recipe.run_stages[number]
+    settings = recipe.schedules[number]
+    arguments = run.arguments[number]
+    is_last = number + 1 == len(run.folders)
     if number and state.is_main_process:
         # Optimizer states, twice as large as the weights, are no longer needed.
         shutil.rmtree(run.folders[number - 1] / "checkpoints", ignore_errors=True)
@@ -220,7 +227,8 @@ def fit(run: Run, number: int) -> Summary:
         whole = load_model(run.folders[number - 1], device=str(state.device))
     check_vocabulary(whole, run.data.tokenizer, run.data.largest)
     guard_vocabulary(whole, run.data.tokenizer)  # for what tasks and prompts have
-    parameters, model = whole.num_parameters(), choose_parameters(whole, stage)
+    parameters = whole.num_parameters()
+    model = choose_parameters(whole, stage)
     trained = model.num_parameters(only_trainable=True)
     sizes = {"parameters": parameters, "trained": trained, "trained_share": trained / parameters}
     if state.is_main_process:
@@ -267,7 +275,8 @@ def _cost(
     settings: TrainingRecipe, length: int, resumed: int | None, seconds: float | None
 ) -> Summary:
     """Steps and tokens of a stage, and its seconds, which are known if it was not interrupted."""
-    tokens, done = settings.global_batch_size * length, settings.steps - (resumed or 0)
+    tokens = settings.global_batch_size * length
+    done = settings.steps - (resumed or 0)
     return {
         "steps": settings.steps,
         "tokens": settings.steps * tokens,
@@ -281,7 +290,9 @@ def _cost(
 
 def summarise(run: Run, stages: list[Summary]) -> None:
     """Write the model card and ``training.json``, which marks the run as finished."""
-    recipe, data, config = run.recipe, run.data, AutoConfig.from_pretrained(run.output)
+    recipe = run.recipe
+    data = run.data
+    config = AutoConfig.from_pretrained(run.output)
     seconds = [stage["seconds"] for stage in stages]
     curves = {name: join_curves(stages, name) for name in ("curve", "validation")}
     summary = {
@@ -318,7 +329,8 @@ def summarise(run: Run, stages: list[Summary]) -> None:
 
 def join_curves(stages: Sequence[Summary], name: str) -> list[Summary]:
     """``curve`` or ``validation`` of all stages on one axis; entries name their stage, if any."""
-    entries, done = [], 0
+    entries = []
+    done = 0
     for summary in stages:
         stage = {"stage": summary["name"]} if summary["name"] else {}
         entries += [{**entry, "step": entry["step"] + done, **stage} for entry in summary[name]]
@@ -328,14 +340,16 @@ def join_curves(stages: Sequence[Summary], name: str) -> list[Summary]:
 
 def what_was_kept(summary: Summary) -> str:
     """What a run, by its `read_summary`, has kept of its start; empty where it was not measured."""
-    start, curve = summary.get("start"), summary["validation"]
+    start = summary.get("start")
+    curve = summary["validation"]
     if not start or not curve:
         return ""
     last = curve[-1]
     parts = [f"perplexity {100 * (last['perplexity'] / start['perplexity'] - 1):+.1f} %"]
     before = start.get("retrieval", {})
     for name, asks in summary.get("retrieval", {}).items():
-        count, where = asks["prompts"], f"{asks['what']} at {asks['length']:,} tokens"
+        count = asks["prompts"]
+        where = f"{asks['what']} at {asks['length']:,} tokens"
         had = f" where it has {round(before[name] * count)}" if name in before else ""
         parts.append(f"{where} {round(last['retrieval'][name] * count)} of {count}{had}")
     return f"kept of {start['name']}: {', '.join(parts)}"

@@ -41,7 +41,9 @@ def inputs_of(recipe: Recipe, start: str = "") -> dict[str, str]:
     That of the start may be given, for one that is yet to be trained. UserError if one is missing,
     or a task that it trains on.
     """
-    data, model, inputs = recipe.data, recipe.model, dict[str, str]()
+    data = recipe.data
+    model = recipe.model
+    inputs = dict[str, str]()
     for task in data.tasks:
         if task not in TRAINED_TASKS:
             raise UserError(
@@ -65,7 +67,8 @@ def inputs_of(recipe: Recipe, start: str = "") -> dict[str, str]:
 
 def tokenizer_key(recipe: Recipe) -> str:
     """Fingerprint of everything that a newly trained tokenizer depends on."""
-    data, sources = recipe.data, []
+    data = recipe.data
+    sources = []
     for text in filter(lambda text: text.trains, recipe.texts):
         source = text.source
         about = [source.text_field, source.bad_lines, text.weight]
@@ -77,7 +80,8 @@ def tokenizer_key(recipe: Recipe) -> str:
 def load_run_tokenizer(recipe: Recipe, output: Path) -> PreTrainedTokenizerBase:
     """The recipe's tokenizer; a newly trained one is saved in the run folder for later starts."""
     data = recipe.data
-    name, folder = data.tokenizer or recipe.model.start, output / TOKENIZER
+    name = data.tokenizer or recipe.model.start
+    folder = output / TOKENIZER
     if name is None and not folder.is_dir():
         documents = training_documents(recipe)
         trained = train_tokenizer(documents, data.vocab_size, split_digits=data.split_digits)
@@ -127,7 +131,8 @@ def load_data(recipe: Recipe, inputs: Mapping[str, str], output: Path) -> Traini
     """
     with PartialState().main_process_first():
         tokenizer = load_run_tokenizer(recipe, output)
-    data, batch = recipe.data, recipe.training.global_batch_size
+    data = recipe.data
+    batch = recipe.training.global_batch_size
     asks = recipe.validation.passkeys or recipe.validation.needles
     # Before the text is read, which can take hours.
     retrieval = load_retrieval(recipe, tokenizer) if asks else None
@@ -137,10 +142,13 @@ def load_data(recipe: Recipe, inputs: Mapping[str, str], output: Path) -> Traini
     read = apportion([*weights, *shares.values()], batch, recipe.steps) if weights else None
     wanted = {} if read is None else dict(zip(data.mixture, read[-1].tolist(), strict=False))
     wanted[VALIDATION] = recipe.validation.batches * batch
-    blocks, validation, digests = dict[str, BlockDataset](), None, dict[str, Digest]()
+    blocks = dict[str, BlockDataset]()
+    validation = None
+    digests = dict[str, Digest]()
     largest = 0
     for text in recipe.texts:
-        most, count = text.max_tokens, wanted.get(text.name)
+        most = text.max_tokens
+        count = wanted.get(text.name)
         if most is None and count is not None and text.source.source.startswith("hf:"):
             # Of a stream no more than is read, with the last target.
             most = count * data.block_length + 1
@@ -189,7 +197,9 @@ class BlockDataset(Dataset):
     """
 
     def __init__(self, tokens: np.ndarray, length: int, *, end: int | None = None) -> None:
-        self.tokens, self.length, self.end = tokens, length, end
+        self.tokens = tokens
+        self.length = length
+        self.end = end
         if len(self) < 1:
             raise DataError(
                 f"the text has {len(tokens)} tokens, fewer than one block of {length} and its last "
@@ -219,7 +229,9 @@ class TaskBlocks(Dataset):
         seed: int,
         separate: bool = False,
     ) -> None:
-        self.length, self.count, self.seed = length, count, seed
+        self.length = length
+        self.count = count
+        self.seed = seed
         self.end = end_of_text(tokenizer) if separate else None
         self.blocks = TRAINED_TASKS[task](tokenizer)
         self[0]
@@ -279,22 +291,27 @@ def _in_order(
     read: np.ndarray | None,
 ) -> tuple[list[Subset], dict[str, float]]:
     """The blocks of texts and tasks that every stage reads, and the passes over each source."""
-    data, shares, seed = recipe.data, recipe.data.task_shares, recipe.training.seed
-    batch, blocks = recipe.training.global_batch_size, dict[str, BlockDataset | TaskBlocks](texts)
+    data = recipe.data
+    shares = recipe.data.task_shares
+    seed = recipe.training.seed
+    batch = recipe.training.global_batch_size
+    blocks = dict[str, BlockDataset | TaskBlocks](texts)
     for task, share in shares.items():
         if read is None:
             count = round(len(texts[TEXT]) * share / (1 - sum(shares.values())))
         else:
             count = max(int(read[-1, len(blocks)]), 1)
         if count:
-            length, apart = data.block_length, data.separate_documents
+            length = data.block_length
+            apart = data.separate_documents
             blocks[task] = TaskBlocks(task, tokenizer, length, count, seed, apart)
     sizes = {name: len(each) for name, each in blocks.items()}
     if read is not None:
         order = mixture_order([*sizes.values()], read, seed)
         epochs = {name: int(n) / sizes[name] for name, n in zip(sizes, read[-1], strict=True)}
     else:
-        there, needed = sum(sizes.values()), recipe.steps * batch
+        there = sum(sizes.values())
+        needed = recipe.steps * batch
         whole = there // batch * batch
         if not whole:
             raise UserError(
@@ -304,7 +321,8 @@ def _in_order(
         order = block_order(whole, needed, seed) if recipe.stages else np.arange(whole)
         epochs = {TEXT: needed / whole}
     # Stages read consecutive parts of one order.
-    every, steps = ConcatDataset(blocks.values()), [each.steps for each in recipe.schedules]
+    every = ConcatDataset(blocks.values())
+    steps = [each.steps for each in recipe.schedules]
     parts = np.split(order, batch * np.cumsum(steps)[:-1])
     return [Subset(every, part) for part in parts], epochs  # pyright: ignore
 
@@ -338,7 +356,8 @@ def mixture_order(sizes: Sequence[int], read: np.ndarray, seed: int) -> np.ndarr
     ``read`` is from `apportion`. Each source is read in passes: a pass has each of its blocks once,
     in a new random order.
     """
-    steps, sources = len(read) - 1, len(sizes)
+    steps = len(read) - 1
+    sources = len(sizes)
     source_of = np.repeat(np.tile(np.arange(sources), steps), np.diff(read, axis=0).ravel())
     order = np.empty(len(source_of), dtype=np.int64)
     for source, size in enumerate(sizes):

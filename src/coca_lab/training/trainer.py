@@ -93,7 +93,8 @@ class StopOnSignal(TrainerCallback):
     def _receive(self, number: int, _frame: object) -> None:
         now = time.monotonic()
         if self.signal is None:
-            self.signal, self.since = number, now
+            self.since = now
+            self.signal = number
             if self.accelerator.is_main_process:
                 # Not by print, which the signal may have interrupted.
                 text = "\ncoca: training ends after this step; once more ends it at once\n"
@@ -145,7 +146,9 @@ class RecipeTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         """UserError if Trainer rejects the settings."""
-        self.settings, self.loss, self.retrieval = settings, loss, retrieval
+        self.settings = settings
+        self.loss = loss
+        self.retrieval = retrieval
         try:
             super().__init__(args=arguments, **kwargs)
         except (ValueError, ImportError, RuntimeError) as error:
@@ -178,7 +181,8 @@ class RecipeTrainer(Trainer):
             Interrupted: If a signal ended training; the step is saved.
             UserError: If the checkpoint cannot be read, or Trainer rejects a setting.
         """
-        steps, resume = self.settings.steps, None if checkpoint is None else str(checkpoint)
+        steps = self.settings.steps
+        resume = None if checkpoint is None else str(checkpoint)
         if checkpoint is not None:
             check_kind(checkpoint, sharded=self.is_fsdp_enabled)
             self.args.eval_on_start = False
@@ -337,7 +341,8 @@ class RecipeTrainer(Trainer):
         self, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype | None
     ) -> None:
         """Merge adapters and save the model in a dtype, with its tokenizer, whole or not at all."""
-        partial, model = folder / ".model.partial", self.accelerator.unwrap_model(self.model)
+        partial = folder / ".model.partial"
+        model = self.accelerator.unwrap_model(self.model)
         if hasattr(model, "merge_and_unload"):
             model = self.model = model.merge_and_unload()
         self._check_finite()
@@ -394,7 +399,8 @@ class RecipeTrainer(Trainer):
 
     def curves(self) -> dict[str, list[Summary]]:
         """``curve``, the loss and the learning rate by step, and ``validation``, see `measured`."""
-        history, names = self.state.log_history, ("step", "loss", "learning_rate")
+        history = self.state.log_history
+        names = ("step", "loss", "learning_rate")
         return {
             "curve": [{name: e[name] for name in names} for e in history if "loss" in e],
             "validation": [
