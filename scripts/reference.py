@@ -9,14 +9,16 @@ commands all options, of which those of training are the fields of a recipe.
 import importlib
 import inspect
 import re
-from argparse import Action
+from argparse import SUPPRESS, Action
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import get_args
 
 from coca_lab.cli import COMMANDS
-from coca_lab.cli.parsing import command_parser, command_types
-from coca_lab.options import Types, item_class, option_of, option_parser
+from coca_lab.cli.parsing import command_parser
+from coca_lab.options import option_help, option_of, option_parser
 from coca_lab.settings.evaluations import TASK_OPTIONS
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
@@ -160,31 +162,27 @@ def commands() -> str:
 def _options(name: str, summary: str) -> str:
     """What the help of a command says, from the parser that would print it."""
     parser = command_parser(name, summary)
-    types = command_types(name)
     parts = [f"```text\n{parser.usage}\n```", _plain(parser.description or "")]
     for group in parser._action_groups:
-        lines = [_option(action, types) for action in group._group_actions]
+        lines = [_option(action) for action in group._group_actions if action.help != SUPPRESS]
         lines = [line for line in lines if line]
         parts += [f"**{group.title}**", "\n".join(lines)] if lines else []
     return "\n\n".join(parts)
 
 
-def _option(action: Action, types: Types) -> str:
+def _option(action: Action) -> str:
     """An option, and the fields of the dataclasses that its value has."""
     if action.nargs == 0:  # a help
         return ""
-    value = str(action.metavar or action.dest.upper())
+    value = str(action.metavar or action.dest.rpartition(".")[2].upper())
     label = f"{option_of(action.dest)} {value}" if action.option_strings else value
-    lines = [f"- `{label}`: {_plain(_help(action))}"]
-    items = item_class(types.get(action.dest))
-    if items is not None:
-        fields = option_parser("", [items])._actions
-        lines += [f"  - `{item.dest}`: {_plain(_help(item))}" for item in fields[1:]]
+    lines = [f"- `{label}`: {_plain(option_help(action))}"]
+    hint = getattr(action, "_typehint", None)
+    for each in get_args(hint):
+        if isinstance(each, type) and is_dataclass(each):
+            fields = option_parser("", [each])._actions
+            lines += [f"  - `{item.dest}`: {_plain(option_help(item))}" for item in fields[1:]]
     return "\n".join(lines)
-
-
-def _help(action: Action) -> str:
-    return " ".join((action.help or "").split()).replace("%%", "%")
 
 
 def main() -> None:

@@ -20,8 +20,9 @@ from transformers import pipeline
 import studies.recall  # noqa: F401 (registers the task, as COCA_IMPORT does)
 from coca_attention.errors import UserError
 from coca_lab.cli import COMMANDS, main
-from coca_lab.options import option_of, option_types
-from coca_lab.recipe import Recipe, StageRecipe, WeightedSource
+from coca_lab.cli.parsing import command_parser
+from coca_lab.options import option_names, option_of
+from coca_lab.recipe import StageRecipe, WeightedSource
 from coca_lab.settings.evaluations import TASK_OPTIONS
 from coca_lab.studies import load_study
 from conftest import some_text
@@ -293,7 +294,7 @@ def test_the_reference_is_what_the_code_says(monkeypatch, capsys):
         assert f"## {public}\n\n```py\n{public}(" in everything
     assert not re.search(r"(?<![\w.~:/<>`])/(?:home|root|work|tmp)\b", everything)
     check_commands(pages["commands"], capsys)
-    for name in option_types([Recipe]):
+    for name in option_names(command_parser("train", "")):
         option = re.escape(f"- `{option_of(name)}")
         assert re.search(rf"^{option}\b[^`]*`: \S", pages["commands"], re.MULTILINE), name
     for each in (*fields(StageRecipe), *fields(WeightedSource)):

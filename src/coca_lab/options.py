@@ -1,23 +1,29 @@
-"""Options: documented dataclasses that YAML files and words of a command line set.
+"""Options: documented dataclasses that YAML files and words of a command line set, by jsonargparse.
 
-pydantic reads their values, and its errors say in which field a mistake is; argparse prints their
-help. A command line is read as people type it: options with hyphens or underscores, flags without a
+A command line is read as people type it: options with hyphens or underscores, flags without a
 value, and lists as ``1,2``.
 """
 
 import json
 import re
-from argparse import ArgumentParser, HelpFormatter
+from argparse import SUPPRESS, Action, ArgumentError
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from docstring_parser import parse_from_object
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from jsonargparse import (
+    ArgumentParser,
+    DefaultHelpFormatter,
+    Namespace,
+    set_loader,
+    set_parsing_settings,
+)
 
 from coca_attention.errors import UserError, did_you_mean, error_prefix
 from coca_lab.yaml_files import load_yaml, read_yaml
@@ -27,34 +33,129 @@ Values = dict[str, Any]
 """Fields by their names, those of nested dataclasses as mappings, before they are checked."""
 Sections = Mapping[str, type]
 """Dataclasses by a prefix of their fields, all of which may be missing."""
-Types = dict[str, Any]
-"""The types of the fields that are options, by their dotted names."""
-Typed = dict[str, Any]
-"""Values that words of a command line have set, by the dotted names of the fields."""
 TASK_FIELD = "tasks"
 """The field of a dataclass that holds the sections that are set."""
-WHOLE = "settings"
-"""The dataclass beside its sections, where all are checked together."""
-ROOM = 200
-"""Characters of a value in a message."""
+# What an error of jsonargparse or pydantic says, and what the user reads.
+WORDING = (
+    (r"\d+ validation errors? for .*\n", ""),
+    (r"(?m)^\s*[\w.\[\]]+\n", ""),  # where in a list or mapping
+    (r"\s*\[type=.*\n.*For further information visit \S+", ""),
+    (r"Problem with given class_path \S+", ""),
+    # Of the types of a union, what the first but None says.
+    (
+        r"(?s)Does not validate against any .*?Errors:\s+- (?:Expected a <class 'NoneType'>\s+- )?"
+        r"(.*?)(?:\n *- Expected a <class 'NoneType'>|\n *Given value type).*",
+        r"\1",
+    ),
+    (r"(?s)Not a valid subclass of (\w+)\.? ?(Got value: [^\n]*)?.*", r"expected its fields. \2"),
+    (r"Input should be", "must be"),
+    (r", unable to parse string as an? \w+", ""),
+    (r"Expected an? <class '(\w+)'>", r"expected \1"),
+    (r"Expected an? typing\.Literal\[(.*?)\]", r"expected one of \1"),
+    (r"\.?\s*Got value: ", ", got "),
+)
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+set_loader("yaml-1.2", load_yaml, exceptions=(UserError,))
 
 
-def option_types(
-    classes: Iterable[type], sections: Sections | None = None, prefix: str = ""
-) -> Types:
-    """The options of documented dataclasses; those of nested ones are ``field.name``."""
-    found: Types = {}
-    for theclass in classes:
-        hints = get_type_hints(theclass, include_extras=True)
-        for item in fields(theclass):
-            name = f"{prefix}{item.name}"
-            parts = [kind for kind in _alternatives(hints[item.name]) if is_dataclass(kind)]
-            if parts:
-                found |= option_types(parts, prefix=f"{name}.")
-            elif name != TASK_FIELD:
-                found[name] = hints[item.name]
-    for name, section in (sections or {}).items():
-        found |= option_types([section], prefix=f"{name}.")
+class _Help(DefaultHelpFormatter):
+    """Options with hyphens, and defaults without types, in 80 columns."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=80, max_help_position=32)
+
+    def _format_action_invocation(self, action: Action) -> str:
+        shown = super()._format_action_invocation(action)
+        for option in action.option_strings:
+            shown = shown.replace(option, option.replace("_", "-"))
+        return shown
+
+    def _get_help_string(self, action: Action) -> str:
+        return option_help(action).replace("%", "%%")
+
+
+class _Parser(ArgumentParser):
+    """jsonargparse's, which makes others of its class for the fields of a field."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        defaults = {"formatter_class": _Help, "parser_mode": "yaml-1.2"}
+        super().__init__(*args, **{**defaults, **options})
+
+
+def option_help(action: Action) -> str:
+    """The help of an option, with its default."""
+    text = " ".join((action.help or "").split())
+    default: Any = action.default
+    if isinstance(default, list):
+        plain = all(isinstance(each, int | float | str) for each in default)
+        default = ",".join(map(str, default)) if plain else None
+    if default is None or default is False or default in ("", {}, SUPPRESS):
+        return text
+    return f"{text.rstrip('.')} (default: {default})"
+
+
+def option_of(name: str) -> str:
+    """The option of a field."""
+    return f"--{name.replace('_', '-')}"
+
+
+def option_parser(
+    program: str,
+    classes: Sequence[type] = (),
+    sections: Sections | None = None,
+    shown: Collection[str] = (),
+    **options: Any,
+) -> ArgumentParser:
+    """A parser with an option for every field of documented dataclasses.
+
+    Args:
+        program: The words of the command.
+        classes: Dataclasses whose fields are options; those of nested ones are ``field.name``.
+        sections: Further dataclasses.
+        shown: Dotted names of the fields in the help, of which it has a sentence; by default all.
+        options: As of jsonargparse's parser.
+    """
+    parser = _Parser(program, exit_on_error=False, **options)
+    sections = dict(sections or {})
+    for each in classes:
+        optional = _optional_sections(each)
+        parser.add_class_arguments(each, skip={TASK_FIELD, *optional})
+        sections |= optional
+    for name, section in sections.items():
+        parser.add_class_arguments(section, name)
+    for action in parser._actions:
+        is_option = action.nargs == 0 or action.dest in option_names(parser)
+        # Sections also have an option of their own in jsonargparse, for a file.
+        if not is_option or (shown and action.dest not in (*shown, "help")):
+            action.help = SUPPRESS
+        elif shown:
+            action.help = first_sentence(action.help or "")
+        if hasattr(action, "_typehint"):
+            action.metavar = _metavar(action._typehint) or action.metavar  # pyright: ignore
+    return parser
+
+
+def _metavar(annotation: Any) -> str:
+    """What a number, a text or a list is called in the help; empty for others."""
+    first = _alternatives(annotation)[0]
+    if get_origin(first) is list:
+        return f"{_metavar(get_args(first)[0]) or 'VALUE'},…"
+    return first.__name__.upper() if first in (int, float, str) else ""
+
+
+def option_names(parser: ArgumentParser) -> list[str]:
+    """The fields that a parser has options for, by their dotted names."""
+    return [each.dest for each in parser._actions if hasattr(each, "_typehint") and each.nargs != 0]
+
+
+def _optional_sections(theclass: type) -> dict[str, type]:
+    """The fields of a dataclass that are another dataclass, or None."""
+    found = {}
+    for name, kind in get_type_hints(theclass).items():
+        first, *others = _alternatives(kind)
+        if is_dataclass(first) and others == [NoneType]:
+            found[name] = first
     return found
 
 
@@ -67,270 +168,133 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
     return (annotation,)
 
 
-def option_of(name: str) -> str:
-    """The option of a field."""
-    return f"--{name.replace('_', '-')}"
-
-
-# Help
-
-
-def option_parser(
-    program: str,
-    classes: Iterable[type] = (),
-    sections: Sections | None = None,
-    shown: Collection[str] = (),
-    required: Collection[str] = (),
-    **options: Any,
-) -> ArgumentParser:
-    """A parser for the help of documented dataclasses, with an option for every field.
-
-    Args:
-        program: The words of the command.
-        classes: Dataclasses whose fields are options.
-        sections: Further dataclasses.
-        shown: Dotted names of the fields in the help, of which it has a sentence; by default all.
-        required: Names of the fields whose defaults are not those of the command.
-        options: As of argparse's parser.
-    """
-    formatter: Any = partial(HelpFormatter, width=80, max_help_position=32)
-    parser = ArgumentParser(program, formatter_class=formatter, **options)
-    for theclass in classes:
-        _add_fields(parser, theclass, "", shown, required)
-    for name, section in (sections or {}).items():
-        _add_fields(parser, section, f"{name}.", shown)
-    return parser
-
-
-def _add_fields(
-    parser: ArgumentParser,
-    theclass: type,
-    prefix: str,
-    shown: Collection[str],
-    required: Collection[str] = (),
-) -> None:
-    """Add a group with the fields of a dataclass, and one for every nested dataclass."""
-    group = parser.add_argument_group(str(parse_from_object(theclass).short_description)[:-1])
-    hints = get_type_hints(theclass, include_extras=True)
-    docs = _field_docs(theclass)
-    for item in fields(theclass):
-        name = f"{prefix}{item.name}"
-        kinds = _alternatives(hints[item.name])
-        parts = [kind for kind in kinds if is_dataclass(kind)]
-        for part in parts:
-            _add_fields(parser, part, f"{name}.", shown)
-        if parts or name == TASK_FIELD or (shown and name not in shown):
-            continue
-        text = first_sentence(docs[item.name]) if shown else docs[item.name]
-        default = item.default
-        if item.default_factory is not MISSING:
-            default = item.default_factory()
-        if isinstance(default, list):
-            plain = all(isinstance(each, int | float | str) for each in default)
-            default = ",".join(map(str, default)) if plain else ""
-        if default is not False and default not in (None, "", {}, MISSING) and name not in required:
-            text = f"{text.rstrip('.')} (default: {default})"
-        option = option_of(name)
-        names = [option, f"{option}+"] if get_origin(kinds[0]) is list else [option]
-        group.add_argument(
-            *names,
-            dest=name,
-            metavar=_metavar(kinds) or item.name.upper(),
-            help=text.replace("%", "%%"),
-        )
-        if item_class(hints[item.name]):
-            said = f"Show the fields of {name} and exit."
-            group.add_argument(f"{option}.help", action="store_true", help=said)
-
-
-def item_class(annotation: Any) -> type | None:
-    """The dataclass of the items of a list or a mapping; None if they have no fields."""
-    of = get_args(_alternatives(annotation)[0])
-    return next((kind for kind in of if isinstance(kind, type) and is_dataclass(kind)), None)
-
-
-def _field_docs(theclass: type) -> dict[str, str]:
-    """What stands below the fields of a dataclass, those of its bases included, in one line."""
-    found: dict[str, str] = {}
-    for base in reversed(theclass.__mro__):
-        if is_dataclass(base):
-            for each in parse_from_object(base).params:
-                found[each.arg_name] = " ".join((each.description or "").split())
-    return found
-
-
-def _metavar(kinds: Sequence[Any]) -> str:
-    """What a number, a text, a list or a choice is called in the help; empty for others."""
-    first, *others = kinds
-    if get_origin(first) is list:
-        return f"{_metavar(_alternatives(get_args(first)[0])) or 'VALUE'},…"
-    if first is bool:
-        return "{true,false,null}" if others else "{true,false}"
-    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
-    if choices:
-        return f"{{{','.join(choices)}}}"
-    return first.__name__.upper() if first in (int, float, str) else ""
-
-
-def first_sentence(text: str) -> str:
-    """The first sentence of a text without its full stop; a full stop in brackets ends none."""
-    found = re.match(r"(?:\([^)]*\)|.)*?(?=\.(?:\s|$)|$)", " ".join(text.split()))
-    return found[0] if found else text
-
-
-# Values
-
-
-def read_words(words: Sequence[str], types: Types, program: str) -> tuple[Typed, list[str]]:
-    """What options among words of a command line set, and the other words.
+def read_options(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
+    """What words of a command line set, and nothing else; nested dataclasses are instances.
 
     Raises:
-        UserError: If there is no such option, or it lacks a value.
+        UserError: Of the first mistake, with the option.
     """
-    see = f" (see {program} --help)"
-    typed: Typed = {}
-    others = list[str]()
+    return _instances(parser, _from_words(parser, words, Namespace()), ())
+
+
+def _from_file(parser: ArgumentParser, content: Values) -> Namespace:
+    """What the content of a file sets."""
+    _check_sections(parser, content)
+    try:
+        given = parser.parse_object(deepcopy(content), defaults=False)
+        parser.validate(given, skip_unset=False)
+    except (ArgumentError, TypeError, KeyError) as error:
+        raise UserError(_problem(parser, str(error))) from error
+    return given
+
+
+def _from_words(parser: ArgumentParser, words: Sequence[str], given: Namespace) -> Namespace:
+    """What was given, and what words set."""
+    try:
+        spelled = list(_spelled(parser, words))
+        given = parser.parse_args(spelled, namespace=given, defaults=False)
+        parser.validate(given, skip_unset=False)
+    except (ArgumentError, TypeError, KeyError) as error:
+        raise UserError(_problem(parser, str(error), typed=True)) from error
+    return given
+
+
+def _instances(parser: ArgumentParser, given: Namespace, names: Collection[str]) -> Namespace:
+    """What was given, with instances for sections, also for those that have names alone."""
+    built = parser.instantiate(given)
+    there = {*names, *vars(given)}
+    return Namespace({name: value for name, value in vars(built).items() if name in there})
+
+
+def _check_sections(parser: ArgumentParser, content: Values) -> None:
+    """Raise UserError unless the top of a file has known names, and fields in its sections."""
+    has_fields = [name.partition(".")[0] for name in option_names(parser)]
+    for name, value in content.items():
+        if name in option_names(parser):
+            continue
+        if name not in has_fields:
+            raise UserError(f"{name}: there is no such field{did_you_mean(str(name), has_fields)}")
+        if not isinstance(value, dict):
+            raise UserError(f"{name}: expected fields with their values, got {value!r}")
+
+
+def _spelled(parser: ArgumentParser, words: Sequence[str]) -> Iterator[str]:
+    """Words as jsonargparse takes them."""
+    known = {each.dest: each for each in parser._actions if each.option_strings}
     left = deque(words)
     while left:
         word = left.popleft()
-        if not word.startswith("--"):
-            others.append(word)
-            continue
-        option, equals, text = word.partition("=")
+        option, equals, value = word.partition("=")
         name = option[2:].replace("-", "_")
-        field = name.removesuffix("+")  # --lengths+ 64 appends to a list
-        if field not in types:
-            hint = did_you_mean(option, map(option_of, types))
-            raise UserError(f"there is no option {option}{hint}{see}")
-        kinds = _alternatives(types[field])
-        if not equals and bool in kinds:
-            is_value = bool(left) and left[0] in ("true", "false")
-            text = left.popleft() if is_value else "true"
+        action = known.get(name.removesuffix("+"))  # --lengths+ 64 appends to a list
+        if not option.startswith("--"):
+            yield word
+            continue
+        if action is None:
+            hint = did_you_mean(option, map(option_of, option_names(parser)))
+            raise ArgumentError(None, f"there is no option {option}{hint}")
+        if action.nargs == 0:
+            yield f"--{name}"
+            continue
+        kinds = _alternatives(getattr(action, "_typehint", str))
+        if not equals and left and not left[0].startswith("--"):
+            is_value = bool not in kinds or left[0] in ("true", "false")
+            value = left.popleft() if is_value else "true"
+        elif not equals and bool in kinds:
+            value = "true"
         elif not equals:
-            if not left or left[0].startswith("--"):
-                raise UserError(f"{option}: expected a value{see}")
-            text = left.popleft()
-        try:
-            value = _value(text, kinds)
-        except UserError as error:
-            raise UserError(f"{option}: {error}{see}") from error
-        typed[name] = [*typed.get(name, []), *value] if name != field else value
-    return typed, others
+            raise ArgumentError(None, f"{option}: expected a value")
+        is_list = any(get_origin(each) is list for each in kinds)
+        if is_list and value[:1] != "[" and value != "null":
+            value = f"[{value}]"
+        yield f"--{name}={value}"
 
 
-def _value(text: str, kinds: Sequence[Any]) -> Any:
-    """What a word says: itself for a field of text, else YAML."""
-    if text == "null" and NoneType in kinds:
-        return None
-    if str in kinds:
-        return text
-    if any(get_origin(kind) is list for kind in kinds) and not text.startswith("["):
-        text = f"[{text}]"
-    return load_yaml(text)
+def _problem(parser: ArgumentParser, text: str, typed: bool = False) -> str:
+    """An error of jsonargparse in one line, with the field, or the option if it was typed."""
+    found = re.findall(r"""(?:Parser key|Group|[Oo]ption) ["']([^"']+)["']""", text)
+    name = ".".join(dict.fromkeys(found))
+    said = re.split(r'Parser key "[^"]+":', text)[-1]
+    for pattern, wording in WORDING:
+        said = re.sub(pattern, wording, said)
+    given = re.search("Given value: (.*)", text)  # of a union
+    if given is not None and "got " not in said:
+        if re.search(r"than( or equal to)?\s*$", said):
+            # jsonargparse takes the given value out of the text, and so the same number as limit.
+            said = f"{said.rstrip()} {given[1]}"
+        said += f", got {given[1]}"
+    if "is not accepted" in text or "does not accept" in text:
+        section = name.rpartition(".")[0]
+        known = [each for each in option_names(parser) if each.rpartition(".")[0] == section]
+        said = f"there is no such field{did_you_mean(name, known)}"
+    elif "expected one of" in said:
+        got = said.rpartition("got ")[2]
+        said += did_you_mean(got, re.findall(r"'([^']*)'", said))
+    if typed:
+        name = option_of(name) if name else ""
+        said += f" (see {parser.prog} --help)"
+    return " ".join(f"{name}: {said}".removeprefix(": ").split())
 
 
-def nested(content: Mapping[str, Any], before: Values | None = None) -> Values:
-    """Values by dotted names as mappings in each other; ``name+`` appends to the list before."""
-    values = before or {}
-    for dotted, value in content.items():
-        *sections, last = dotted.split(".")
-        place = values
-        for section in sections:
-            place = place.setdefault(section, {})
-            if not isinstance(place, dict):
-                raise UserError(f"{section}: expected fields with their values, got {place!r}")
-        if last.endswith("+"):
-            place[last[:-1]] = [*(place.get(last[:-1]) or []), *value]
-        else:
-            place[last] = value
-    return values
+def build(theclass: type[Settings], given: Namespace) -> Settings:
+    """An instance of a dataclass from those of its fields that were set."""
+    names = [item.name for item in fields(theclass)]  # pyright: ignore[reportArgumentType]
+    return theclass(**{name: given[name] for name in names if name in given})
 
 
 @cache
-def _checker(theclass: type, sections: tuple[tuple[str, type], ...]) -> type[BaseModel]:
-    """Checks values of a dataclass and its sections; made once, in 40 ms for a recipe."""
-    named: Any = {name: (section | None, None) for name, section in sections}
-    # In JSON, strict types take an integer for a float and a mapping for a dataclass, as YAML says.
-    config = ConfigDict(extra="forbid", strict=True)
-    return create_model(theclass.__name__, __config__=config, **{WHOLE: (theclass, ...)}, **named)
-
-
-def _as_json(value: Any) -> Any:
-    """What Python settings may have that JSON has not."""
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
-
-
-def settings_of(
-    theclass: type[Settings],
-    values: Values,
-    *,
-    sections: Sections | None = None,
-    typed: Collection[str] = (),
-    path: str | Path | None = None,
-    program: str = "",
-) -> Settings:
-    """An instance of a dataclass from its fields.
-
-    Args:
-        theclass: The dataclass.
-        values: Nested values.
-        sections: Dataclasses whose values become the field `TASK_FIELD`.
-        typed: Dotted names of the fields that words of a command line have set.
-        path: The file that has set the others.
-        program: The command.
-
-    Raises:
-        UserError: If a field is unknown, missing or wrong; it names the field, or the option.
-    """
-    sections = sections or {}
-    own = {name: value for name, value in values.items() if name not in sections}
-    content = {WHOLE: own, **{name: values[name] for name in sections if name in values}}
-    try:
-        checker = _checker(theclass, tuple(sections.items()))
-        built = checker.model_validate_json(json.dumps(content, default=_as_json))
-    except ValidationError as error:
-        name, said, is_shown = _problem(error, option_types([theclass], sections))
-        if is_shown and any(f"{name}.".startswith(f"{each.rstrip('+')}.") for each in typed):
-            raise UserError(f"{option_of(name)}: {said} (see {program} --help)") from error
-        said = f"{name}: {said}" if name else said
-        raise UserError(f"{path}: {said}" if path else said) from error
-    settings = getattr(built, WHOLE)
-    if sections:
-        found = {name: getattr(built, name) for name in sections}
-        setattr(settings, TASK_FIELD, {name: x for name, x in found.items() if x is not None})
-    return settings
-
-
-def _problem(error: ValidationError, types: Types) -> tuple[str, str, bool]:
-    """The field of the first mistake, what is wrong, and whether that is its value."""
-    every = error.errors(include_url=False)
-    # An unknown field may be why another one is missing.
-    unknown = [each for each in every if each["type"] == "unexpected_keyword_argument"]
-    problem = [*unknown, *every][0]
-    place = [part for part in problem["loc"] if isinstance(part, str)]
-    name = ".".join(place[1:] if place[0] == WHOLE else place)
-    if unknown:
-        section = name.rpartition(".")[0]
-        level = name.count(".") + 1
-        beside = {".".join(each.split(".")[:level]) for each in types}
-        known = [each for each in beside if each.rpartition(".")[0] == section]
-        return name, f"there is no such field{did_you_mean(name, sorted(known))}", True
-    if problem["type"] == "value_error":  # of a check of our own
-        return name, str(problem["ctx"]["error"]), False
-    if problem["type"] == "missing":
-        return name, "it is missing", True
-    said = problem["msg"].replace("Input should be", "must be")
-    if problem["type"] == "dataclass_type":
-        said = "expected fields with their values"
-    given = str(problem["input"])
-    hint = did_you_mean(given, re.findall("'([^']*)'", said))
-    return name, f"{said}, got {given[:ROOM]}{hint}", True
+def _parser_of(
+    theclass: type, program: str = "", sections: tuple[tuple[str, type], ...] = ()
+) -> ArgumentParser:
+    """A parser of fields, which takes 50 ms to make; a study reads hundreds of recipes."""
+    return option_parser(program, [theclass], dict(sections))
 
 
 def checked(theclass: type[Settings], values: Values, prefix: str = "") -> Settings:
     """An instance of a dataclass from nested values; UserError if a field is wrong."""
+    parser = _parser_of(theclass)
     with error_prefix(prefix):
-        return settings_of(theclass, nested(values))
+        return build(theclass, _instances(parser, _from_file(parser, values), values))
 
 
 def read_settings(
@@ -347,19 +311,24 @@ def read_settings(
     Sections that the file or the words set become the field `TASK_FIELD`; a method ``check`` is
     called.
     """
+    parser = _parser_of(theclass, program, tuple((sections or {}).items()))
     content = {} if path is None else read_yaml(path, kind)
-    typed, others = read_words(overrides, option_types([theclass], sections), program)
-    if others:
-        raise UserError(f"unrecognized arguments: {' '.join(others)} (see {program} --help)")
-    with error_prefix(f"{path}: " if path else ""):
+    in_file = nullcontext if path is None else partial(error_prefix, f"{path}: ")
+    with in_file():
         if sections and TASK_FIELD in content:
             raise UserError(f"{TASK_FIELD}: every task has a section of its name")
-        values = nested(typed, nested(content))
-    settings: Any = settings_of(
-        theclass, values, sections=sections, typed=typed, path=path, program=program
-    )
-    if hasattr(settings, "check"):
-        with error_prefix(f"{path}: " if path else ""):
+        # jsonargparse knows no sections without fields.
+        empty = {name for name, section in (sections or {}).items() if not fields(section)}
+        found = {name: content.pop(name) for name in empty & content.keys()}
+        given = _from_file(parser, content)
+    given = _from_words(parser, overrides, given)
+    with in_file():
+        given = _instances(parser, given, content)
+        if sections:
+            made = {name: sections[name]() for name in found}
+            given[TASK_FIELD] = made | {name: given[name] for name in sections if name in given}
+        settings: Any = build(theclass, given)
+        if hasattr(settings, "check"):
             settings.check()
     return settings
 
@@ -370,3 +339,9 @@ def option_words(options: Mapping[str, object]) -> list[str]:
         f"--{name}={value if isinstance(value, str) else json.dumps(value)}"
         for name, value in options.items()
     ]
+
+
+def first_sentence(text: str) -> str:
+    """The first sentence of a text without its full stop; a full stop in brackets ends none."""
+    found = re.match(r"(?:\([^)]*\)|.)*?(?=\.(?:\s|$)|$)", " ".join(text.split()))
+    return found[0] if found else text

@@ -254,6 +254,8 @@ def _check_data(data: DataRecipe) -> None:
             "it for each source of the mixture"
         )
     for name, source in data.mixture.items():
+        if not isinstance(name, str):
+            raise UserError(f"names of a mixture are text, got {name!r}: put it into quotes")
         if not source.source:
             raise UserError(f"mixture.{name}.source is missing: name the text to read")
     weights = [source.weight for source in data.mixture.values()]

@@ -140,7 +140,7 @@ class DataRecipe(SourceSettings):
     """Training length in tokens."""
     passkey_share: PartialShare = 0.0
     """Share of the blocks that are passkey texts with answers. Each has a different key."""
-    tasks: dict[str, TaskShare] = field(default_factory=dict)
+    tasks: Annotated[dict[str, TaskShare], Field()] = field(default_factory=dict)
     """Shares of the blocks with texts of further tasks, such as {recall: 0.3}, by the names that
     modules in COCA_IMPORT register."""
     separate_documents: bool = False

@@ -63,12 +63,7 @@ class _Loader(yaml.SafeLoader):
                 line = key.start_mark.line + 1
                 raise UserError(f"line {line}: {key.value} is given twice in one mapping")
             seen.add(key.value)
-        found = super().construct_mapping(node, deep)
-        for key in found:
-            if not isinstance(key, str):
-                line = node.start_mark.line + 1
-                raise UserError(f"line {line}: {key!r} is no name: write it in quotes")
-        return found
+        return super().construct_mapping(node, deep)
 
     def construct_integer(self, node: yaml.ScalarNode) -> int:
         text = node.value

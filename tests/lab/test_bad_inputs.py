@@ -223,7 +223,7 @@ CASES = {
     "folder as output": (perplexity("--output", "."), "is a folder"),
     "device as folder": (perplexity("--output", "/dev/null/x"), "/dev/null"),
     "values": (lambda p: [*perplexity()(p), "--output", p.damaged_values()], "sqlite is damaged"),
-    "temperature": (generate("x", "--temperature", ".nan"), "temperature: must be less than"),
+    "temperature": (generate("x", "--temperature", ".nan"), "temperature: must be a valid number"),
     "cold": (generate("x", "--temperature", "1e-40"), "temperature must be 0, or at least"),
     "seed of draws": (generate("x", "--seed", str(2**70)), "--seed: must be less than"),
     "bytes": (generate("\udcff"), "not UTF-8"),

@@ -1,23 +1,17 @@
 """From the words of a command to its options, or to its help; nothing here imports torch."""
 
-from argparse import ArgumentError, ArgumentParser, Namespace
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from argparse import ArgumentError, Namespace
+from argparse import ArgumentParser as PlainParser
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import ArgumentParser
+
 from coca_attention.errors import UserError
 from coca_attention.roles import Conversion
-from coca_lab.options import (
-    Types,
-    item_class,
-    nested,
-    option_parser,
-    option_types,
-    read_words,
-    settings_of,
-)
+from coca_lab.options import build, option_parser, read_options
 from coca_lab.recipe import Recipe
 from coca_lab.settings.commands import (
     CheckSettings,
@@ -126,56 +120,20 @@ def parse(name: str, summary: str, words: list[str]) -> list[Any]:
     The positional words come first, then an instance of every dataclass of its options. Of a
     command with a file: its name, the words that override its fields, and the other options.
     """
-    program = f"coca {name}"
-    types = command_types(name)
-    for word in words:
-        field = word.removeprefix("--").removesuffix(".help").replace("-", "_")
-        items = item_class(types[field]) if word.endswith(".help") and field in types else None
-        if items is not None:
-            option_parser(program, sections={field: items}).print_help()
-            raise SystemExit(0)
-        if word in ("-h", "--help", EVERYTHING):
-            command_parser(name, summary, short=word != EVERYTHING).print_help()
-            raise SystemExit(0)
+    parser = command_parser(name, summary, short=EVERYTHING not in words)
     if name in FILES:
-        return [*_parse_file(program, FILES[name], words)]
-    options = _options(name)
-    typed, others = read_words(words, types, program)
-    positionals = _positionals(program, options.positionals, others)
-    if name == "convert" and not {"form", "from_original"} & typed.keys():
+        return [*_parse_file(parser, FILES[name], words)]
+    given = read_options(parser, words)
+    if name == "convert" and not {"form", "from_original"} & vars(given).keys():
         from coca_attention.ops import FORMS  # imports torch
 
         raise UserError(
             f"--form is missing: one of {', '.join(FORMS)}, or with --roles.layers rope; to extend "
             "a model's context without training use coca extend MODEL TARGET"
         )
-    values = nested(typed)
-    settings = []
-    for theclass in options.settings:
-        own = {item.name: values[item.name] for item in fields(theclass) if item.name in values}
-        settings.append(settings_of(theclass, own, typed=typed, program=program))
-    return [*positionals, *settings]
-
-
-def _positionals(program: str, names: Sequence[str], words: list[str]) -> list[Any]:
-    """The words that are no options, one for each name."""
-    found = list[Any]()
-    left = deque(words)
-    for name in names:
-        if left and name.endswith("+"):
-            found.append([*left])
-            left.clear()
-        elif left:
-            found.append(left.popleft())
-        elif name.endswith("?"):
-            found.append(None)
-        else:
-            what = POSITIONALS[name].rstrip(".")
-            missing = name.rstrip("+").upper()
-            raise UserError(f"{missing} is missing: {what} (see {program} --help)")
-    if left:
-        raise UserError(f"unrecognized arguments: {' '.join(left)} (see {program} --help)")
-    return found
+    options = _options(name)
+    positionals = [given.get(each.rstrip("?+")) for each in options.positionals]
+    return [*positionals, *(build(each, given) for each in options.settings)]
 
 
 def command_parser(name: str, summary: str, short: bool = False) -> ArgumentParser:
@@ -198,21 +156,13 @@ def command_parser(name: str, summary: str, short: bool = False) -> ArgumentPars
         return parser
     options = _options(name)
     usage = " ".join([program, *(each.upper() for each in options.positionals), "[options]"])
-    required = ("form",) if name == "convert" else ()
-    parser = option_parser(
-        program, options.settings, required=required, usage=usage, description=summary
-    )
+    parser = option_parser(program, options.settings, usage=usage, description=summary)
+    if name == "convert":
+        parser.set_defaults(form=None)  # which has to be named: the help says no default
     for each in options.positionals:
         many: Any = {"nargs": each[-1]} if each[-1] in "?+" else {}
         parser.add_argument(each.rstrip("?+"), help=POSITIONALS[each], **many)
     return parser
-
-
-def command_types(name: str) -> Types:
-    """The types of the options of a command that are fields, by their names."""
-    if name in FILES:
-        return option_types([FILES[name].settings], FILES[name].sections())
-    return option_types(_options(name).settings)
 
 
 def _options(name: str) -> Options:
@@ -227,16 +177,21 @@ def _options(name: str) -> Options:
 
 
 def _parse_file(
-    program: str, file: FileOptions, words: list[str]
+    parser: ArgumentParser, file: FileOptions, words: list[str]
 ) -> tuple[str, list[str], Namespace]:
+    if {"-h", "--help", EVERYTHING} & set(words):
+        parser.print_help()
+        parser.exit()
+    if words and words[0].endswith(".help"):
+        read_options(parser, words)
     if not words or words[0].startswith("-"):
         raise UserError(f"the {file.kind} comes first: {file.usage}")
-    others = ArgumentParser(program, add_help=False, allow_abbrev=False, exit_on_error=False)
+    others = PlainParser(parser.prog, add_help=False, allow_abbrev=False, exit_on_error=False)
     for option, each in file.others.items():
         others.add_argument(option, **each)
     try:
         chosen, overrides = others.parse_known_args(words[1:])
     except ArgumentError as error:
-        raise UserError(f"{error} (see {program} --help)") from error
+        raise UserError(f"{error} (see {parser.prog} --help)") from error
     chosen.output = Path(chosen.output or Path("runs", Path(words[0]).stem)).expanduser()
     return words[0], overrides, chosen

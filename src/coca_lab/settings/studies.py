@@ -171,7 +171,7 @@ class StudySettings(Plan):
     recipe: PathText = ""
     """The recipe that models change: a file, or the name of one of the project's; by default the
     settings of the paper."""
-    models: dict[str, ModelOptions] = field(default_factory=dict)
+    models: Annotated[dict[str, ModelOptions], Field()] = field(default_factory=dict)
     """Models by name, each with the fields of the recipe that it sets, such as {RoFormer:
     {model.attention: rope}}; recipe names another recipe, seeds are others than those of the study.
     With path, a folder or name, a model is evaluated as it is, or converted: {path: MODEL,
@@ -179,7 +179,7 @@ class StudySettings(Plan):
     another model of the study."""
     options: Options = field(default_factory=dict)
     """Fields of the recipe that all trained models set."""
-    sizes: dict[str, Options] = field(default_factory=dict)
+    sizes: Annotated[dict[str, Options], Field()] = field(default_factory=dict)
     """Sizes by name, each with fields of the recipe, such as {0.2M: {model.hidden_size: 64}}, and
     seeds if they differ. Every model is trained in every size; the report has a chart a size."""
     seeds: list[int] = field(default_factory=lambda: [0])

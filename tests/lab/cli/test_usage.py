@@ -110,10 +110,10 @@ def test_help_comes_from_the_fields(capsys, words, options):
             ["study", "small", "--perplexity.windows", "a"],
             "--perplexity.windows: must be a valid in",
         ),
-        (["eval", "perplexity"], "MODEL is missing: Folder of a"),
+        (["eval", "perplexity"], "arguments are required: model"),
         (["eval", "perplexity", "x", "--windows", "8", "--stride", "9"], "at most the window"),
         (["eval", "perplexity", "nowhere"], "nowhere: there is no such folder here"),
-        (["report"], "RESULTS is missing: Result files"),
+        (["report"], "arguments are required: results"),
         (["report", "nowhere.json"], "nowhere.json: cannot be read"),
     ],
 )

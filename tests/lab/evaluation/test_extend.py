@@ -201,7 +201,7 @@ def test_limits_of_distances_are_of_a_named_method(source, tmp_path, capsys):
         (["--near", 8, "--method", "yarn"], "method yarn has no --near"),
         (["--near", 8], "name one by --method (limited, self_extend, shifted, string)"),
         (["--to", 100], "must be a whole number from 161"),
-        (["--method", "rope"], "--method: must be 'auto', 'none'"),
+        (["--method", "rope"], "--method: expected one of 'auto', 'none'"),
         (["--check", "nosuch.txt"], "nosuch.txt"),
         (["--check-lengths", "[100]", "--check", "stdlib"], "need one above L = 160"),
     ],
