@@ -62,7 +62,8 @@ OUTSIDE = {
     "layer": {"torch"},
     "roles": set(),
     "method_names": set(),
-    "models": {"torch", "transformers", "huggingface_hub"},  # which Transformers requires
+    # Transformers requires the others.
+    "models": {"torch", "transformers", "huggingface_hub", "safetensors"},
     "testing": {"torch", "transformers"},
 }
 
