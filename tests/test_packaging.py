@@ -19,6 +19,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 def test_versions_agree_and_the_changelog_has_a_section_for_this_one():
     assert PROJECT["version"] == coca_attention.__version__
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {PROJECT['version']}\n" in citation
+    assert f"version={{{PROJECT['version']}}}" in (ROOT / "README.md").read_text(encoding="utf-8")
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     sections = re.findall(r"^## \[(.*?)\]", changes, re.M)
     development = ".dev" in coca_attention.__version__

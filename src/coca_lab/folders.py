@@ -221,6 +221,8 @@ def writing_model(
         problem = known_problem(error)
         if problem is None:
             raise
+        # A file of the partial folder, which is gone, by the name that it would have had.
+        problem = problem.replace(f".{target.name}.coca-partial", target.name)
         raise UserError(f"{target} cannot be written: {problem}") from error
 
 

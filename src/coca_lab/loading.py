@@ -135,7 +135,11 @@ def usable_device(name: str) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device {name!r} cannot be used: {_brief(error)}") from error
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        there = "cpu" if accelerator is None else f"cpu, {accelerator.type}"
+        raise UserError(
+            f"device {name!r} cannot be used here ({_brief(error)}): choose one of {there}"
+        ) from error
 
 
 def model_without_weights(

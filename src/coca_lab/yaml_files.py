@@ -119,7 +119,7 @@ def find_file(name: str | Path, kind: str) -> Path:
     here = {str(Path(FILE_KINDS[kind], path.name)): path for path in known.values()}
     if str(name) in known | here:
         return (known | here)[str(name)]
-    other = "; coca recipes lists the project's own" if known else ""
+    other = f"; give the path of a file, or one of {', '.join(known)}" if known else ""
     raise UserError(f"{name}: no such {kind}{did_you_mean(str(name), known, other)}")
 
 

@@ -37,6 +37,17 @@ def folder(request, tmp_path_factory):
     return saved(made(request.param), tmp_path_factory.mktemp("model"))
 
 
+def test_what_is_printed_names_the_files_that_are_there(tmp_path, capsys):
+    """And never the folder in which they are made."""
+    pytest.importorskip("gguf")
+    source = saved(made(KINDS[0]), tmp_path / "model")
+    target = tmp_path / "native"
+    assert main(["export", str(source), str(target), "--gguf"]) == 0
+    said, err = capsys.readouterr()
+    assert said.endswith(f"for llama.cpp: {target / 'native.gguf'}\n")
+    assert (target / "native.gguf").is_file() and "partial" not in said + err
+
+
 def test_folder_computes_the_same_by_transformers_own_class(folder, tmp_path):
     target = exported(folder, tmp_path / "native")
     ours, theirs = load_model(folder), AutoModelForCausalLM.from_pretrained(target).eval()

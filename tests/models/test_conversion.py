@@ -35,6 +35,13 @@ from commands import run
 from families import FAMILIES, SIZES, configuration, reloaded, vanilla
 
 
+def test_a_configuration_says_what_loads_it(tmp_path):
+    """Transformers alone does not know the type, and says so without the reason."""
+    convert(vanilla("Llama"), "strict").config.save_pretrained(tmp_path)
+    saved = (tmp_path / "config.json").read_text()
+    assert '"requires": "import coca_attention.models' in saved
+
+
 def test_a_form_has_to_be_named():
     with pytest.raises(UserError, match=r"form is missing: one of slack.* use extend_context"):
         convert(vanilla("Llama"))

@@ -341,12 +341,15 @@ class CoCAConfig:
         coca_linear: Whether attention is linear (see `coca_attention.ops.linear`), in the forms
             strict and magnitude: the cache is then one state per layer, whatever the length, and
             two bytes a token that count them. Masks are (batch, tokens), and a row is one document.
+        requires: What config.json says to whoever looks into it because Transformers alone does not
+            know the type of the model. Nothing reads it.
     """
 
     coca_form: str = "slack"
     coca_free_pairs: int | dict[str, int] = 0
     kv_cache: Literal["full", "half"] = "full"
     coca_linear: bool = False
+    requires: str = "import coca_attention.models (package coca-attention) before you load this"
 
     def __post_init__(self: Any, **kwargs: Any) -> None:
         if self.coca_linear and not kwargs.get("layer_types"):

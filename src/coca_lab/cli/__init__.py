@@ -9,9 +9,10 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import TextIO
 
@@ -146,7 +147,30 @@ def _run_command(
 def load(name: str) -> Command:
     """The function of a command."""
     (module,) = {table[name][0] for table in COMMANDS.values() if name in table}
-    return getattr(import_module(f"coca_lab.cli.{module}"), f"{name}_command")
+    with ends_at_once("nothing was done"):
+        return getattr(import_module(f"coca_lab.cli.{module}"), f"{name}_command")
+
+
+@contextmanager
+def ends_at_once(then: str) -> Iterator[None]:
+    """Within the block, Ctrl-C ends the process with one line; for where nothing is to be saved.
+
+    A KeyboardInterrupt that meets torch while it is imported aborts the process with a message of
+    C++, and threads of a server outlive one.
+    """
+
+    def end(number: int, frame: object) -> None:
+        print(f"coca: interrupted: {then}", file=sys.stderr, flush=True)
+        os._exit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # no other thread may set a handler, and none gets the signal
+        return
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def choose(program: str, words: list[str], groups: Mapping[str, Mapping[str, str]]) -> str | None:

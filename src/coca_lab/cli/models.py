@@ -2,6 +2,7 @@
 
 import logging
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -166,3 +167,6 @@ def export_command(path: str, target: str, wanted: ExportSettings) -> None:
     """Write a model with layers with roles as Transformers' own class, for other engines."""
     model = export_native(path, target, **vars(wanted))
     print(f"{target}: {model.config.model_type}, {model.num_parameters():,} parameters")
+    if wanted.gguf:
+        folder = Path(target)
+        print(f"for llama.cpp: {folder / folder.resolve().name}.gguf")

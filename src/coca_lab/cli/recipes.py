@@ -35,7 +35,8 @@ def recipes_command(name: str | None) -> None:
             print(shipped(each)[rest].read_text(encoding="utf-8"), end="")
             return
     known = [*shipped("recipe"), *shipped("study")]
-    raise UserError(f"no recipe or study is called {name}{did_you_mean(rest, known)}")
+    hint = did_you_mean(rest, known, f"; choose one of {', '.join(known)}")
+    raise UserError(f"no recipe or study is called {name}{hint}")
 
 
 def purpose(path: Path) -> str:

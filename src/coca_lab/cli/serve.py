@@ -1,15 +1,13 @@
 """The command serve: Transformers' own server, with the models of this package registered."""
 
-import os
-import signal
 import socket
-import sys
 
 from transformers.utils.import_utils import is_serve_available
 
 import coca_attention.models  # noqa: F401 (registers the models)
 from coca_attention.errors import UserError, install
-from coca_lab.loading import check_can_be_served
+from coca_lab.cli import ends_at_once
+from coca_lab.loading import check_can_be_served, usable_device
 from coca_lab.settings.commands import ServeSettings
 
 
@@ -20,24 +18,24 @@ def serve_command(path: str, settings: ServeSettings) -> None:
     from transformers.cli.serve import Serve  # needs the optional packages
 
     check_address(settings.host, settings.port)
+    if settings.device != "auto":
+        usable_device(settings.device)
     check_can_be_served(path)  # where the server would show a traceback, or answer nonsense
     try:
-        Serve(
-            force_model=path,
-            host=settings.host,
-            port=settings.port,
-            continuous_batching=settings.continuous_batching,
-            cb_max_memory_percent=settings.cache if settings.continuous_batching else None,
-            dtype=settings.dtype,
-            device=settings.device,
-            default_seed=settings.seed,
-        )
+        # uvicorn shuts down at Ctrl-C and raises the signal again.
+        with ends_at_once("the server has stopped"):
+            Serve(
+                force_model=path,
+                host=settings.host,
+                port=settings.port,
+                continuous_batching=settings.continuous_batching,
+                cb_max_memory_percent=settings.cache if settings.continuous_batching else None,
+                dtype=settings.dtype,
+                device=settings.device,
+                default_seed=settings.seed,
+            )
     except ImportError as error:  # of a package that reads quantised weights
         raise UserError(f"{path}: no model could be loaded: {error}") from error
-    except KeyboardInterrupt:
-        print("coca: interrupted: the server has stopped", file=sys.stderr, flush=True)
-        # Its thread of continuous batching never ends, and would keep the process.
-        os._exit(128 + signal.SIGINT)
 
 
 def check_address(host: str, port: int) -> None:

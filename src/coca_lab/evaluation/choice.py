@@ -13,11 +13,12 @@ from coca_lab.intervals import DocumentScore, differences, mean_nats, nats_inter
 from coca_lab.settings.commands import Margins
 
 RULE = (
-    "No loss is shown if the 95 % interval of the loss within L ends below the margin, at every "
-    "length, for perplexity and needles; a method loses if an interval lies above 0, and else the "
-    "documents cannot tell. Of the methods that show no loss, the best by needles beyond L is "
-    "sought, and of those that its interval does not part from it, the one that most engines run "
-    "is taken."
+    "Within L, the training length, a method shows no loss if the 95 % interval of its loss ends "
+    "below the margin at every length, in perplexity and in needles, which are numbers hidden in "
+    "the text. It loses if an interval lies above 0. Otherwise there are too few documents to "
+    "tell. Beyond L, the methods that show no loss are compared by the probability that they give "
+    "to the digits of the needles. If the documents show no difference between the best and "
+    "others, the one of them that most engines run is taken."
 )
 
 
@@ -149,6 +150,12 @@ class Read:
         return [DocumentScore(name, nats[name], digits[name]) for name in nats]
 
 
+def _digit(scores: Sequence[DocumentScore]) -> str:
+    """Nats a digit, and as a probability."""
+    nats = mean_nats(scores)
+    return f"{nats:.2f} nats a digit (probability {math.exp(-nats):.0%})"
+
+
 @dataclass(frozen=True)
 class Choice:
     """The method to take, and why.
@@ -192,6 +199,14 @@ class Choice:
         return interval is not None and interval[0] > 0
 
     @property
+    def finds(self) -> bool:
+        """Whether the best method is better than a guess beyond L, by its interval if any."""
+        if self.best is None:
+            return False
+        _, most = nats_interval(self.best.far) or (0.0, mean_nats(self.best.far))
+        return most < GUESS
+
+    @property
     def reason(self) -> str:
         """Why it is taken, in words."""
         best = self.best
@@ -199,13 +214,22 @@ class Choice:
         if best is None or taken is None:
             words = "; ".join(f"{x.method}: {x.word(self.base, self.margins)}" for x in self.others)
             return f"No method shows that it loses nothing within L, so none is taken ({words})."
-        said = f"{taken.method} is taken: {mean_nats(taken.far):.2f} nats a digit beyond L"
+        engines = f"runs in {', '.join(taken.engines)}"
+        if not self.finds:
+            return (
+                "No method finds the numbers beyond L, so nothing can be said about which reads "
+                f"farther: the best has {_digit(best.far)}, a guess {GUESS:.2f}. {taken.method} is "
+                f"taken: it shows no loss within L and {engines}."
+            )
+        said = f"{taken.method} is taken: beyond L it has {_digit(taken.far)}"
         if taken is not best:
             said += (
-                f", where {best.method} has {mean_nats(best.far):.2f}, which the documents do not "
-                f"part, and it runs in more engines ({', '.join(taken.engines)})"
+                f", and {engines}. {best.method} has {_digit(best.far)}, but the documents do not "
+                "show that it is better. The"
             )
-        return f"{said}; the model as it is has {mean_nats(self.base.far):.2f}."
+        else:
+            said += ", the best. The"
+        return f"{said} model as it is has {_digit(self.base.far)}."
 
     @property
     def warnings(self) -> list[str]:

@@ -44,7 +44,7 @@ from coca_lab.export.gguf_file import (
 )
 from coca_lab.export.llama_cpp import log_probabilities, serve
 from coca_lab.folders import new_folder, write_card, writing_model
-from coca_lab.loading import load_model
+from coca_lab.loading import load_model, no_progress_bars
 
 Native = GraniteSWAForCausalLM | Cohere2ForCausalLM
 NO_SINK = -1e4
@@ -178,7 +178,9 @@ def export_native(
         file = folder / f"{target.name}.gguf"
         if gguf:
             write_gguf(native, source, file)
-        written = load_model(folder, dtype="float32", device="cpu")
+        with no_progress_bars():
+            written: Any = type(native).from_pretrained(folder, dtype=torch.float32)
+        written.eval()
         tokens = min(length, 2 * config.sliding_window, READ)
         ids = some_tokens(written, batch=1, length=tokens)
         _check_difference("the folder", _error(written, exact, ids), ROUND_OFF)

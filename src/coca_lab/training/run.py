@@ -322,7 +322,9 @@ def summarise(run: Run, stages: list[Summary]) -> None:
     )
     if curves["validation"]:
         perplexity = curves["validation"][-1]["perplexity"]
-        trained += f" Perplexity on held-out blocks of the training text: {perplexity:.2f}."
+        text = recipe.validation.source
+        where = f"blocks of `{text}`" if text else "held-out blocks of the training text"
+        trained += f" Perplexity on {where}: {perplexity:.2f}."
     write_card(run.output, config, source=recipe.model.start, sections={"Training": trained})
     write_json(run.output / SUMMARY_FILE, summary)
 

@@ -167,7 +167,9 @@ def load_data(recipe: Recipe, inputs: Mapping[str, str], output: Path) -> Traini
             if text.trains:
                 blocks[text.name] = made
             else:
-                validation = spread_evenly(made, wanted[VALIDATION], PartialState().num_processes)
+                validation = spread_evenly(
+                    made, wanted[VALIDATION], PartialState().num_processes, batch
+                )
         largest = max(largest, int(tokens.max()))
         digest = sha256(tokens.data).hexdigest()
         digests[text.name] = {"tokens": len(tokens), "sha256": digest}
@@ -268,10 +270,11 @@ def separate_documents(item: dict[str, Tensor], end: int) -> dict[str, Tensor]:
     return {**item, "shift_labels": targets, "position_ids": steps - starts}
 
 
-def spread_evenly(blocks: BlockDataset, count: int, processes: int = 1) -> Subset:
+def spread_evenly(blocks: BlockDataset, count: int, processes: int = 1, batch: int = 1) -> Subset:
     """Blocks to validate on, spread evenly over a text: as many as it has, if it has too few.
 
-    Every process reads equally many; UserError if there is not one for each.
+    Every process reads equally many; UserError if there is not one for each. ``batch`` is how many
+    blocks a global batch has, in which the recipe sets them.
     """
     there = min(count, len(blocks)) // processes * processes
     if there < count:
@@ -279,8 +282,8 @@ def spread_evenly(blocks: BlockDataset, count: int, processes: int = 1) -> Subse
         if not there:
             raise UserError(f"{makes}, fewer than the {processes} processes: use more text")
         if PartialState().is_main_process:
-            asked = f"validation.batches asks for {count:,}"
-            log.warning("%s, and %s: %s are measured", makes, asked, f"{there:,}")
+            asked = f"validation.batches asks for {count // batch:,} batches of {batch:,}"
+            log.warning("%s, and %s: all %s blocks are measured", makes, asked, f"{there:,}")
     return Subset(blocks, [index * len(blocks) // there for index in range(there)])
 
 

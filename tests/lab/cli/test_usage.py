@@ -86,7 +86,6 @@ def test_help_comes_from_the_fields(capsys, words, options):
         (["trian"], "coca has no command 'trian'; did you mean train?"),
         (["summon"], "no command 'summon'; choose one of study"),
         (["eval", "vibes"], "coca eval has no command 'vibes'; choose one of perplexity"),
-        (["train", "nowhere.yaml"], "nowhere.yaml: no such recipe"),
         (["train", "--output", "x"], "the recipe comes first"),
         (["train", "books-5m", "--model.bdy", "llama"], "--model.bdy; did you mean --model.body?"),
         (["study", "quickstart", "--seedz", "3"], "--seedz; did you mean --seeds?"),
@@ -122,6 +121,27 @@ def test_errors_are_one_line_and_exit_code_2(capsys, words, message):
     assert (code, out) == (2, "")
     assert err.startswith("coca: error: ") and err.count("\n") == 1
     assert message in err and "books-5m" not in err and "<class" not in err
+
+
+@pytest.mark.parametrize("command", ["train", "study", "recipes"])
+def test_an_unknown_recipe_or_study_lists_those_that_there_are(command, capsys):
+    code, _, err = run(capsys, command, "nowhere")
+    assert code == 2 and "one of " in err
+    assert ("native-1m, " in err) == (command != "study")
+    assert ("quickstart, " in err) == (command != "train")
+
+
+def test_ctrl_c_while_a_command_is_imported_ends_in_one_line():
+    """Which torch's extension modules would turn into an abort with a message of C++."""
+    code = (
+        "import os, signal, sys\n"
+        "from coca_lab.cli import ends_at_once\n"
+        "with ends_at_once('nothing was done'):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    signal.pause()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (130, "coca: interrupted: nothing was done\n")
 
 
 def test_debug_shows_the_traceback():

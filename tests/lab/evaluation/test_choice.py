@@ -97,7 +97,8 @@ def test_the_best_beyond_is_taken_among_those_that_show_no_loss():
     choice = Choice(base, [yarn, shifted])
     assert choice.taken is choice.best is shifted
     assert choice.reason == (
-        "shifted is taken: 0.70 nats a digit beyond L; the model as it is has 2.40."
+        "shifted is taken: beyond L it has 0.70 nats a digit (probability 50%), the best. The "
+        "model as it is has 2.40 nats a digit (probability 9%)."
     )
     # With a loss it is not.
     losing = read("shifted", [0.6, 0.7, 0.5], within=0.05)
@@ -112,12 +113,16 @@ def test_methods_that_the_documents_do_not_part_are_decided_by_engines():
     yarn, shifted = read("yarn", [0.7, 0.5, 0.65]), read("shifted", [0.6, 0.7, 0.5])
     choice = Choice(base, [shifted, yarn])
     assert choice.best is shifted and choice.taken is yarn
-    assert "shifted has 0.70, which the documents do not part" in choice.reason
+    assert "shifted has 0.70 nats a digit (probability 50%), but the documents do" in choice.reason
 
 
 def test_a_model_that_finds_nothing_is_said_to_say_nothing():
     base = read("base", [2.4, 2.5, 2.6], near=2.4)
     choice = Choice(base, [read("yarn", [2.45, 2.55, 2.65], near=2.4)])
     assert f"a guess has {GUESS:.2f}. Needles say nothing about it." in choice.warnings[0]
+    assert choice.reason.startswith("No method finds the numbers beyond L, so nothing can be said")
+    assert choice.reason.endswith(
+        "yarn is taken: it shows no loss within L and runs in Transformers, vLLM."
+    )
     assert choice.warnings[1] == "Beyond L it is no better than the model as it is."
     assert not Choice(read("base", [2.4, 2.5, 2.6]), [read("yarn", [1.0, 1.1, 1.2])]).warnings

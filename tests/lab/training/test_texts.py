@@ -233,9 +233,13 @@ def test_shares_hold_after_every_step(weights, batch):
         assert (abs(read - due) < 1).all()
 
 
-def test_blocks_to_validate_on_are_spread_over_the_text():
+def test_blocks_to_validate_on_are_spread_over_the_text(caplog):
     blocks = BlockDataset(np.arange(101, dtype=np.uint16), 10)
     assert list(spread_evenly(blocks, 4).indices) == [0, 2, 5, 7]
+    assert not caplog.text
+    # A short text is measured whole, which is said in the unit that the recipe sets.
+    assert list(spread_evenly(blocks, 12, batch=3).indices) == list(range(10))
+    assert "asks for 4 batches of 3: all 10 blocks are measured" in caplog.text
 
 
 def test_the_papers_shares_are_exact():
