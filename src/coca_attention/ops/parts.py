@@ -123,15 +123,12 @@ def has_windows(*tensors: Tensor) -> bool:
     )
 
 
-def attend_parts(
-    parts: list[Part], tensors: Sequence[Tensor], scale: float, sinks: Tensor | None = None
-) -> Tensor:
+def attend_parts(parts: list[Part], tensors: Sequence[Tensor], scale: float) -> Tensor:
     """softmax(scale * scores) V over disjoint parts, of which every query is in at least one.
 
-    The tensors: query, key, far query, far key and value, see `attend_by_distance`. Sinks (H,) as
-    for `attend`.
+    The tensors: query, key, far query, far key and value, see `attend_by_distance`.
     """
-    output = _Parts.apply(parts, scale, sinks, *of_one_width(*tensors))
+    output = _Parts.apply(parts, scale, *of_one_width(*tensors))
     return output[..., : tensors[-1].shape[-1]]
 
 
@@ -148,18 +145,14 @@ class _Parts(torch.autograd.Function):
     """`attend_parts` of tensors of one width."""
 
     @staticmethod
-    def forward(
-        ctx: Any, parts: list[Part], scale: float, sinks: Tensor | None, *tensors: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, parts: list[Part], scale: float, *tensors: Tensor) -> Tensor:
         query = tensors[0]
-        if len(parts) == 1 and sinks is None:
+        if len(parts) == 1:
             output, total = _kernel(parts[0], tensors, scale)
         else:
             wide = torch.promote_types(query.dtype, torch.float32)
             output = torch.zeros_like(query, dtype=wide)
             total = output.new_full(query.shape[:-1], float("-inf"))
-            if sinks is not None:
-                total.copy_(sinks[:, None])
             for part in parts:
                 found, own = _kernel(part, tensors, scale)
                 before = total[..., part.rows]
@@ -170,28 +163,23 @@ class _Parts(torch.autograd.Function):
                 before.copy_(after)
         output = output.to(query.dtype)
         ctx.parts, ctx.scale = parts, scale
-        ctx.save_for_backward(*tensors, output, total, sinks)
+        ctx.save_for_backward(*tensors, output, total)
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, output, total, sinks = ctx.saved_tensors
-        of_sinks = None
-        if sinks is not None:
-            # Attention to a sink gives 0, so it gains by as much as the output is to be reduced.
-            along = (gradients[0] * output).sum(-1, dtype=total.dtype)
-            of_sinks = -((sinks[:, None] - total).exp() * along).sum((0, 2)).to(sinks.dtype)
+        *tensors, output, total = ctx.saved_tensors
         if len(ctx.parts) == 1 and not ctx.parts[0].far:
             rows = gradients[0], output, total
             query, key, value = _kernel_backward(ctx.parts[0], tensors, rows, ctx.scale)
-            return None, None, of_sinks, query, key, None, None, value
+            return None, None, query, key, None, None, value
         sums = [torch.zeros_like(x, dtype=total.dtype) for x in tensors]
         for part in ctx.parts:
             rows = (*(x[..., part.rows, :] for x in (gradients[0], output)), total[..., part.rows])
             found = _kernel_backward(part, tensors, rows, ctx.scale)
             for place, x in zip(_cut(part, sums), found, strict=True):
                 place += x
-        return None, None, of_sinks, *(x.to(y.dtype) for x, y in zip(sums, tensors, strict=True))
+        return None, None, *(x.to(y.dtype) for x, y in zip(sums, tensors, strict=True))
 
 
 def _cut(part: Part, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
