@@ -5,7 +5,6 @@ P = D/2 rotary pairs, F free pairs.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -182,9 +181,14 @@ class CoCAAttention(nn.Module):
             check_linear(self.form, self.rotation)
         if linear and (window is not None or free_pairs or dropout):
             raise ValueError("linear attention has no window, no free_pairs and no dropout")
-        self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, kv_heads, head_dim
-        self.window, self.free_pairs, self.linear = window, free_pairs, linear
-        self.dropout, self.layer_idx = dropout, layer_idx
+        self.num_heads = num_heads
+        self.num_key_value_heads = kv_heads
+        self.head_dim = head_dim
+        self.window = window
+        self.free_pairs = free_pairs
+        self.linear = linear
+        self.dropout = dropout
+        self.layer_idx = layer_idx
 
         def projection(inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias, device, dtype)
@@ -242,49 +246,39 @@ class CoCAAttention(nn.Module):
             raise ValueError(
                 "a temperature counts the tokens before a query: it is for causal attention"
             )
-        length, past = hidden_states.shape[1], self._cached_tokens(cache)
+        length = hidden_states.shape[1]
+        past = 0
+        if cache is not None:
+            if self.layer_idx is None:
+                raise ValueError(
+                    "a cache has one entry per layer: set a different layer_idx for each "
+                    "CoCAAttention"
+                )
+            past = int(cache.get_seq_length(self.layer_idx))
         if positions is None:
             positions = torch.arange(past, past + length, device=hidden_states.device)
         check_positions("positions", positions, len(hidden_states), length)
-        attend = self._attend_linear if self.linear else partial(self._attend, past=past)
-        projected = project_collinear(self, hidden_states, self.linear)
-        output = attend(*projected, positions, attention_mask, is_causal, cache)
-        return self.o_proj(output.transpose(1, 2).flatten(-2))
-
-    def _cached_tokens(self, cache: KeyValueCache | None) -> int:
-        if cache is None:
-            return 0
-        if self.layer_idx is None:
-            raise ValueError(
-                "a cache has one entry per layer: set a different layer_idx for each CoCAAttention"
+        query, coefficients, value = project_collinear(self, hidden_states, self.linear)
+        if self.linear:
+            if not is_causal or (attention_mask is not None and attention_mask.dim() != 2):
+                raise ValueError("linear attention is causal, with an attention_mask of (B, T)")
+            wide = torch.promote_types(query.dtype, torch.float32)
+            output = attend_linear_cached(
+                query,
+                coefficients,
+                value,
+                linear_turns(self.form, self.rotation, positions, wide, attention_mask),
+                cache=cache,
+                layer_idx=self.layer_idx,
+                mask=attention_mask,
+                form=self.form,
+                parameters=dict(self.form_parameters.items()),
             )
-        return int(cache.get_seq_length(self.layer_idx))
-
-    def _attend_linear(
-        self,
-        query: Tensor,
-        coefficients: Tensor,
-        value: Tensor,
-        positions: Tensor,
-        mask: Tensor | None,
-        is_causal: bool,
-        cache: KeyValueCache | None,
-    ) -> Tensor:
-        if not is_causal or (mask is not None and mask.dim() != 2):
-            raise ValueError("linear attention is causal, with an attention_mask of (B, T)")
-        wide = torch.promote_types(query.dtype, torch.float32)
-        turns = linear_turns(self.form, self.rotation, positions, wide, mask)
-        return attend_linear_cached(
-            query,
-            coefficients,
-            value,
-            turns,
-            cache=cache,
-            layer_idx=self.layer_idx,
-            mask=mask,
-            form=self.form,
-            parameters=dict(self.form_parameters.items()),
-        )
+        else:
+            output = self._attend(
+                query, coefficients, value, positions, attention_mask, is_causal, cache, past
+            )
+        return self.o_proj(output.transpose(1, 2).flatten(-2))
 
     def _attend(
         self,
@@ -297,20 +291,22 @@ class CoCAAttention(nn.Module):
         cache: KeyValueCache | None,
         past: int,
     ) -> Tensor:
-        wide, divisor = torch.promote_types(query.dtype, torch.float32), score_scale(query.dtype)
-        tables = self.rotation.tables(positions, wide)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        divisor = score_scale(query.dtype)
+        cos, sin = self.rotation.tables(positions, wide)
         query = query_map(
             query,
-            *tables,
+            cos,
+            sin,
             form=self.form,
             scale=self.head_dim**-0.5 / divisor,
             factor=self.rotation.query_factor(positions, wide, self.window),
             free_pairs=self.free_pairs,
             parameters=dict(self.form_parameters.items()),
         )
-        key = key_map(coefficients, *tables, free_pairs=self.free_pairs)
+        key = key_map(coefficients, cos, sin, free_pairs=self.free_pairs)
         if cache is not None:
-            assert self.layer_idx is not None  # `_cached_tokens` would have raised
+            assert self.layer_idx is not None  # `forward` would have raised
             key, value = cache.update(key, value, self.layer_idx)
             if key.shape[-2] != past + query.shape[-2]:
                 raise ValueError(
@@ -318,7 +314,8 @@ class CoCAAttention(nn.Module):
                     f"{key.shape[-2]}; {type(cache).__name__} is static or sliding: use "
                     "DynamicCache()"
                 )
-        bias, places = self.rotation.bias, None
+        bias = self.rotation.bias
+        places = None
         if bias is not None:
             places = (positions, self._all_positions(positions, past, cache))
         return attend(
