@@ -14,11 +14,9 @@ from coca_attention.ops import (
     attend,
     attention,
     coca_attention,
-    coca_linear_attention,
     fold,
     score_scale,
 )
-from coca_attention.ops.naive import naive_coca_attention, naive_linear_attention
 from covering import covering
 from operands import Largest, assert_same_with_gradients, operands
 
@@ -84,19 +82,6 @@ def test_outputs_and_gradients_agree_with_the_oracle(
     ours = coca_attention(*leaves, rotation=rotation, attention_mask=given, **options)
     exact = oracle.coca_attention(*leaves, theta=theta, rotary_width=span, bias=bias, **options)
     assert_same_with_gradients(ours, exact, leaves, gradients=1e-11)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_formulas_of_the_source_are_what_is_computed(form):
-    q, t, v = operands(queries=29)
-    rotation = Rotation(16, 100.0)
-    for turning in (None, rotation):
-        ours = coca_attention(q, t, v, form=form, rotation=turning)
-        assert (ours - naive_coca_attention(q, t, v, form, turning)).abs().max() <= 1e-12
-    if form != "slack":
-        ours, _ = coca_linear_attention(q, t + 0.1, v, form=form, rotation=rotation)
-        exact = naive_linear_attention(q, t + 0.1, v, form, rotation)
-        assert (ours - exact).abs().max() <= 1e-12
 
 
 @pytest.mark.parametrize(
