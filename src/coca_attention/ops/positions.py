@@ -74,7 +74,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False)
     if span < x.shape[-1]:
         rotated = apply_rotary(x[..., :span], cos, sin, interleaved)
         return torch.cat((rotated, x[..., span:]), dim=-1)
-    cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
+    cos = cos.unsqueeze(-3)
+    sin = sin.unsqueeze(-3)
     first, second = split_pairs(x, interleaved)
     rotated = join_pairs(first * cos - second * sin, first * sin + second * cos, interleaved)
     return rotated.to(x.dtype)
@@ -247,10 +248,9 @@ class Rotation(RenamedArguments):
             check_real("decay", self.decay)
         if self.settles is not None:
             check_whole("settles, a number of tokens,", self.settles)
-        if self.distance_map is not None:
-            self._check_map(self.distance_map)
-
-    def _check_map(self, found: DistanceMap) -> None:
+        found = self.distance_map
+        if found is None:
+            return
         if not isinstance(found, DistanceMap):
             raise ValueError(
                 "distance_map must be a DistanceMap, such as DistanceMap.limited(4096), got "
