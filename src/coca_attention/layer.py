@@ -165,7 +165,18 @@ class CoCAAttention(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = num_heads if num_key_value_heads is None else num_key_value_heads
-        head_dim = _width_of_heads(hidden_size, num_heads, kv_heads, head_dim)
+        check_whole("hidden_size", hidden_size)
+        check_whole("num_heads", num_heads)
+        check_whole("num_key_value_heads", kv_heads)
+        check_heads(num_heads, kv_heads)
+        if head_dim is None:
+            if hidden_size % num_heads:
+                raise ValueError(
+                    f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}; set "
+                    "head_dim"
+                )
+            head_dim = hidden_size // num_heads
+        check_width(head_dim)
         check_whole("free_pairs", free_pairs, 0, head_dim // 2)
         check_real("dropout", dropout, highest=1)
         if window is not None:
@@ -346,20 +357,3 @@ class CoCAAttention(nn.Module):
             positions = positions.expand(len(earlier), -1)
         kept[self.layer_idx] = torch.cat((earlier, positions), dim=-1)
         return kept[self.layer_idx]
-
-
-def _width_of_heads(
-    hidden_size: int, num_heads: int, num_key_value_heads: int, head_dim: int | None
-) -> int:
-    """The width of a head; ValueError unless these sizes make a layer."""
-    check_whole("hidden_size", hidden_size)
-    check_whole("num_heads", num_heads)
-    check_whole("num_key_value_heads", num_key_value_heads)
-    if head_dim is None and hidden_size % num_heads:
-        raise ValueError(
-            f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}; set head_dim"
-        )
-    head_dim = hidden_size // num_heads if head_dim is None else head_dim
-    check_width(head_dim)
-    check_heads(num_heads, num_key_value_heads)
-    return head_dim

@@ -17,6 +17,7 @@ from coca_attention.ops import (
     fold,
     score_scale,
 )
+from coca_attention.ops.positions import Decay
 from covering import covering
 from operands import Largest, assert_same_with_gradients, operands
 
@@ -110,24 +111,29 @@ def decay_bias(query_positions, key_positions, exponent, length):
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 40])
-def test_a_decay_of_consecutive_positions_is_formed_once_for_every_distance(small_blocks, window):
+def test_a_decay_of_consecutive_positions_is_formed_once_for_every_distance(
+    small_blocks, monkeypatch, window
+):
     """Otherwise in blocks, from the positions."""
     rotation, formed = Rotation(16, decay=1.5, decay_length=3.0), []
     q, t, v = operands(queries=40, keys=50)
     k = torch.cat((t, t), dim=-1)
 
-    def bias(query_positions, key_positions, dtype):
-        found = rotation.bias(query_positions, key_positions, dtype)
+    form = Decay.__call__
+
+    def recorded(*arguments):
+        found = form(*arguments)
         formed.append(found.shape[-2:])
         return found
 
+    monkeypatch.setattr(Decay, "__call__", recorded)
     places = torch.tensor([[0], [7]]) + torch.arange(50)
     torn = places.clone()
     torn[0, 25:] += 100
     for at in (places, torn):
         formed.clear()
         positions = (at[:, 10:], at)
-        ours = attend(q, k, v, bias=bias, positions=positions, window=window)
+        ours = attend(q, k, v, bias=rotation.bias, positions=positions, window=window)
         assert (formed == [(1, 50)]) == (at is places)
         visible = torch.ones(40, 50, dtype=torch.bool).tril(10)
         visible = visible & ~torch.ones_like(visible).tril(10 - (window or 50))

@@ -75,7 +75,8 @@ def attend(
         TypeError: If the mask is neither boolean nor floating.
     """
     _check_inputs(query, value, attention_mask, is_causal, window)
-    queries, keys = query.shape[-2], key.shape[-2]
+    queries = query.shape[-2]
+    keys = key.shape[-2]
     if queries == 0:
         return query.new_zeros(*query.shape[:-1], value.shape[-1])
     if scale is None:
@@ -101,32 +102,74 @@ def attend(
     if unmasked and queries == keys and window is None:
         return at_once(query, key, value, is_causal=True)
 
+    # In blocks of queries, or by a kernel with windows; torch.compile sees one operator.
+    query_positions, key_positions = (None, None) if positions is None else positions
+    decay = None if bias is None else [*bias]
+    attend_otherwise = _attend_otherwise
     if is_causal and can_be_opaque(queries, attention_mask, dropout):
         query, key, value = in_autocast(query, key, value)
-        query_positions, key_positions = (None, None) if positions is None else positions
-        decay = None if bias is None else [*bias]
-        masks = (attention_mask, segments, query_positions, key_positions)
-        return _attend_opaque(query, key, value, *masks, window, scale, decay)
+        attend_otherwise = _attend_opaque
+    return attend_otherwise(
+        query,
+        key,
+        value,
+        attention_mask,
+        segments,
+        query_positions,
+        key_positions,
+        is_causal,
+        window,
+        scale,
+        dropout,
+        decay,
+    )
 
+
+def _attend_otherwise(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    segments: Tensor | None,
+    query_positions: Tensor | None,
+    key_positions: Tensor | None,
+    is_causal: bool,
+    window: int | None,
+    scale: float,
+    dropout: float,
+    decay: list[float] | None,
+) -> Tensor:
+    """`attend` where it is not one call of PyTorch's function, in types that `opaque` takes."""
+    queries = query.shape[-2]
+    keys = key.shape[-2]
     sight = Sight(queries, keys, attention_mask, segments, is_causal, window, query.device)
-    if window is not None and bias is None:
+    if window is not None and decay is None:
         seen, sight = sight.among_seen()
-        key, value = key[..., seen, :], value[..., seen, :]
+        key = key[..., seen, :]
+        value = value[..., seen, :]
+    unmasked = attention_mask is None and segments is None and decay is None
     if unmasked and not dropout and has_windows(query, value):
         query, key, value = in_autocast(query, key, value)
         part = Part(slice(0, queries), slice(0, sight.keys), "lower", window=sight.window)
         return attend_parts([part], (query, key, query, key, value), scale)
 
-    # In blocks of queries.
     value_width = value.shape[-1]
     kernel, query, key, value = _kernel_of(query, key, value, True, scale, dropout)
-    if bias is not None:
-        output = _attend_decay(kernel, query, key, value, sight, bias, positions, dropout)
+    if decay is not None:
+        if query_positions is None or key_positions is None:
+            key_positions = torch.arange(keys, device=query.device)
+            query_positions = key_positions[keys - queries :]
+        output = _attend_decay(
+            kernel, query, key, value, sight, Decay(*decay), query_positions, key_positions, dropout
+        )
     elif sight.window is not None and attention_mask is None:
         output = _attend_window(kernel, query, key, value, sight)
     else:
         output = _attend_in_blocks(kernel, query, key, value, sight)
     return output if output.shape[-1] == value_width else output[..., :value_width]
+
+
+_attend_opaque = opaque(_attend_otherwise, differentiable=3)
 
 
 Kernel = Callable[..., Tensor]
@@ -169,38 +212,6 @@ def _kernel_of(
         F.scaled_dot_product_attention, dropout_p=dropout, scale=scale, enable_gqa=grouped
     )
     return kernel, query, key, value
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    segments: Tensor | None,
-    query_positions: Tensor | None,
-    key_positions: Tensor | None,
-    window: int | None,
-    scale: float,
-    decay: list[float] | None,
-) -> Tensor:
-    """Causal `attend`, for torch.compile."""
-    positions = None
-    if query_positions is not None and key_positions is not None:
-        positions = (query_positions, key_positions)
-    return attend(
-        query,
-        key,
-        value,
-        attention_mask=attention_mask,
-        segments=segments,
-        positions=positions,
-        window=window,
-        scale=scale,
-        bias=None if decay is None else Decay(*decay),
-    )
-
-
-_attend_opaque = opaque(_attend, differentiable=3)
 
 
 def can_be_opaque(queries: int, mask: Tensor | None, dropout: float) -> bool:
@@ -284,14 +295,11 @@ def _attend_decay(
     value: Tensor,
     sight: Sight,
     decay: Decay,
-    positions: tuple[Tensor, Tensor] | None,
+    query_positions: Tensor,
+    key_positions: Tensor,
     dropout: float,
 ) -> Tensor:
     """Attention with a decay: one addend per distance where possible, otherwise in blocks."""
-    if positions is None:
-        indices = torch.arange(sight.keys, device=query.device)
-        positions = (indices[sight.keys - sight.queries :], indices)
-    query_positions, key_positions = positions
     wide = torch.promote_types(query.dtype, torch.float32)
     if (
         sight.is_causal
@@ -343,7 +351,8 @@ def _attend_window(
     # Every block sees its own keys and the keys of a window before it, so all blocks have one mask.
     # The first queries, before which there are fewer keys, are attended separately, together with
     # those that do not fill a block.
-    queries, window = sight.queries, sight.window
+    queries = sight.queries
+    window = sight.window
     assert window is not None
     past = sight.keys - queries
     size = max(WINDOW_BLOCK, window // 4)

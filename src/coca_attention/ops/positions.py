@@ -166,11 +166,6 @@ class DistanceMap:
         """Whether far keys of consecutive tokens are equally far apart."""
         return self.group == 1 or self.is_limit
 
-    @property
-    def pairs(self) -> set[int]:
-        """Numbers of rotary pairs that slope and start are given for, where they are tuples."""
-        return {len(x) for x in (self.slope, self.start) if isinstance(x, tuple)}
-
     def far_queries(self, positions: Tensor) -> Tensor:
         """Where queries at positions (..., T) are for far keys: (..., T, 1 or R/2)."""
         return self.far_keys(positions) + _per_pair(self.start, positions)
@@ -256,7 +251,8 @@ class Rotation(RenamedArguments):
                 "distance_map must be a DistanceMap, such as DistanceMap.limited(4096), got "
                 f"{found!r}"
             )
-        if found.pairs - {self.width // 2}:
+        pairs = {len(x) for x in (found.slope, found.start) if isinstance(x, tuple)}
+        if pairs - {self.width // 2}:
             raise ValueError(
                 f"slope and start of a distance map are numbers or have one per rotary pair, here "
                 f"{self.width // 2}; got {found}"
