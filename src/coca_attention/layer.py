@@ -5,7 +5,7 @@ P = D/2 rotary pairs, F free pairs.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,18 +36,6 @@ __all__ = ["CoCAAttention"]
 
 KEPT_POSITIONS = "coca_layer_positions"
 """Attribute of a cache: positions of the tokens of every layer with a decay."""
-
-
-class KeyValueCache(Protocol):
-    """What `CoCAAttention` needs of a cache; Transformers' `DynamicCache` has it."""
-
-    def get_seq_length(self, layer_idx: int, /) -> int:
-        """Tokens in the cache of a layer."""
-        ...
-
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, /) -> tuple[Tensor, Tensor]:
-        """All keys and values of a layer, (B, G, S, D), these added."""
-        ...
 
 
 def project_collinear(
@@ -224,7 +212,7 @@ class CoCAAttention(nn.Module):
         positions: Tensor | None = None,
         attention_mask: Tensor | None = None,
         is_causal: bool = True,
-        cache: KeyValueCache | None = None,
+        cache: Any = None,
     ) -> Tensor:
         """Attend.
 
@@ -299,7 +287,7 @@ class CoCAAttention(nn.Module):
         positions: Tensor,
         mask: Tensor | None,
         is_causal: bool,
-        cache: KeyValueCache | None,
+        cache: Any,
         past: int,
     ) -> Tensor:
         wide = torch.promote_types(query.dtype, torch.float32)
@@ -342,7 +330,7 @@ class CoCAAttention(nn.Module):
             positions=places,
         )
 
-    def _all_positions(self, positions: Tensor, past: int, cache: KeyValueCache | None) -> Tensor:
+    def _all_positions(self, positions: Tensor, past: int, cache: Any) -> Tensor:
         """Positions of all keys, (S,) or (B, S), which the cache keeps beside them."""
         if cache is None:
             return positions
