@@ -5,8 +5,7 @@ P = D/2 rotary pairs, F free pairs.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,18 +36,6 @@ __all__ = ["CoCAAttention"]
 
 KEPT_POSITIONS = "coca_layer_positions"
 """Attribute of a cache: positions of the tokens of every layer with a decay."""
-
-
-class KeyValueCache(Protocol):
-    """What `CoCAAttention` needs of a cache; Transformers' `DynamicCache` has it."""
-
-    def get_seq_length(self, layer_idx: int, /) -> int:
-        """Tokens in the cache of a layer."""
-        ...
-
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, /) -> tuple[Tensor, Tensor]:
-        """All keys and values of a layer, (B, G, S, D), these added."""
-        ...
 
 
 def project_collinear(
@@ -166,7 +153,18 @@ class CoCAAttention(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = num_heads if num_key_value_heads is None else num_key_value_heads
-        head_dim = _width_of_heads(hidden_size, num_heads, kv_heads, head_dim)
+        check_whole("hidden_size", hidden_size)
+        check_whole("num_heads", num_heads)
+        check_whole("num_key_value_heads", kv_heads)
+        check_heads(num_heads, kv_heads)
+        if head_dim is None:
+            if hidden_size % num_heads:
+                raise ValueError(
+                    f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}; set "
+                    "head_dim"
+                )
+            head_dim = hidden_size // num_heads
+        check_width(head_dim)
         check_whole("free_pairs", free_pairs, 0, head_dim // 2)
         check_real("dropout", dropout, highest=1)
         if window is not None:
@@ -182,9 +180,14 @@ class CoCAAttention(nn.Module):
             check_linear(self.form, self.rotation)
         if linear and (window is not None or free_pairs or dropout):
             raise ValueError("linear attention has no window, no free_pairs and no dropout")
-        self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, kv_heads, head_dim
-        self.window, self.free_pairs, self.linear = window, free_pairs, linear
-        self.dropout, self.layer_idx = dropout, layer_idx
+        self.num_heads = num_heads
+        self.num_key_value_heads = kv_heads
+        self.head_dim = head_dim
+        self.window = window
+        self.free_pairs = free_pairs
+        self.linear = linear
+        self.dropout = dropout
+        self.layer_idx = layer_idx
 
         def projection(inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias, device, dtype)
@@ -209,7 +212,7 @@ class CoCAAttention(nn.Module):
         positions: Tensor | None = None,
         attention_mask: Tensor | None = None,
         is_causal: bool = True,
-        cache: KeyValueCache | None = None,
+        cache: Any = None,
     ) -> Tensor:
         """Attend.
 
@@ -250,49 +253,39 @@ class CoCAAttention(nn.Module):
             raise ValueError(
                 "a temperature counts the tokens before a query: it is for causal attention"
             )
-        length, past = hidden_states.shape[1], self._cached_tokens(cache)
+        length = hidden_states.shape[1]
+        past = 0
+        if cache is not None:
+            if self.layer_idx is None:
+                raise ValueError(
+                    "a cache has one entry per layer: set a different layer_idx for each "
+                    "CoCAAttention"
+                )
+            past = int(cache.get_seq_length(self.layer_idx))
         if positions is None:
             positions = torch.arange(past, past + length, device=hidden_states.device)
         check_positions("positions", positions, len(hidden_states), length)
-        attend = self._attend_linear if self.linear else partial(self._attend, past=past)
-        projected = project_collinear(self, hidden_states, self.linear)
-        output = attend(*projected, positions, attention_mask, is_causal, cache)
-        return self.o_proj(output.transpose(1, 2).flatten(-2))
-
-    def _cached_tokens(self, cache: KeyValueCache | None) -> int:
-        if cache is None:
-            return 0
-        if self.layer_idx is None:
-            raise ValueError(
-                "a cache has one entry per layer: set a different layer_idx for each CoCAAttention"
+        query, coefficients, value = project_collinear(self, hidden_states, self.linear)
+        if self.linear:
+            if not is_causal or (attention_mask is not None and attention_mask.dim() != 2):
+                raise ValueError("linear attention is causal, with an attention_mask of (B, T)")
+            wide = torch.promote_types(query.dtype, torch.float32)
+            output = attend_linear_cached(
+                query,
+                coefficients,
+                value,
+                linear_turns(self.form, self.rotation, positions, wide, attention_mask),
+                cache=cache,
+                layer_idx=self.layer_idx,
+                mask=attention_mask,
+                form=self.form,
+                parameters=dict(self.form_parameters.items()),
             )
-        return int(cache.get_seq_length(self.layer_idx))
-
-    def _attend_linear(
-        self,
-        query: Tensor,
-        coefficients: Tensor,
-        value: Tensor,
-        positions: Tensor,
-        mask: Tensor | None,
-        is_causal: bool,
-        cache: KeyValueCache | None,
-    ) -> Tensor:
-        if not is_causal or (mask is not None and mask.dim() != 2):
-            raise ValueError("linear attention is causal, with an attention_mask of (B, T)")
-        wide = torch.promote_types(query.dtype, torch.float32)
-        turns = linear_turns(self.form, self.rotation, positions, wide, mask)
-        return attend_linear_cached(
-            query,
-            coefficients,
-            value,
-            turns,
-            cache=cache,
-            layer_idx=self.layer_idx,
-            mask=mask,
-            form=self.form,
-            parameters=dict(self.form_parameters.items()),
-        )
+        else:
+            output = self._attend(
+                query, coefficients, value, positions, attention_mask, is_causal, cache, past
+            )
+        return self.o_proj(output.transpose(1, 2).flatten(-2))
 
     def _attend(
         self,
@@ -302,23 +295,25 @@ class CoCAAttention(nn.Module):
         positions: Tensor,
         mask: Tensor | None,
         is_causal: bool,
-        cache: KeyValueCache | None,
+        cache: Any,
         past: int,
     ) -> Tensor:
-        wide, divisor = torch.promote_types(query.dtype, torch.float32), score_scale(query.dtype)
-        tables = self.rotation.tables(positions, wide)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        divisor = score_scale(query.dtype)
+        cos, sin = self.rotation.tables(positions, wide)
         query = query_map(
             query,
-            *tables,
+            cos,
+            sin,
             form=self.form,
             scale=self.head_dim**-0.5 / divisor,
             factor=self.rotation.query_factor(positions, wide, self.window),
             free_pairs=self.free_pairs,
             parameters=dict(self.form_parameters.items()),
         )
-        key = key_map(coefficients, *tables, free_pairs=self.free_pairs)
+        key = key_map(coefficients, cos, sin, free_pairs=self.free_pairs)
         if cache is not None:
-            assert self.layer_idx is not None  # `_cached_tokens` would have raised
+            assert self.layer_idx is not None  # `forward` would have raised
             key, value = cache.update(key, value, self.layer_idx)
             if key.shape[-2] != past + query.shape[-2]:
                 raise ValueError(
@@ -326,7 +321,8 @@ class CoCAAttention(nn.Module):
                     f"{key.shape[-2]}; {type(cache).__name__} is static or sliding: use "
                     "DynamicCache()"
                 )
-        bias, places = self.rotation.bias, None
+        bias = self.rotation.bias
+        places = None
         if bias is not None:
             places = (positions, self._all_positions(positions, past, cache))
         return attend(
@@ -342,7 +338,7 @@ class CoCAAttention(nn.Module):
             positions=places,
         )
 
-    def _all_positions(self, positions: Tensor, past: int, cache: KeyValueCache | None) -> Tensor:
+    def _all_positions(self, positions: Tensor, past: int, cache: Any) -> Tensor:
         """Positions of all keys, (S,) or (B, S), which the cache keeps beside them."""
         if cache is None:
             return positions
@@ -357,20 +353,3 @@ class CoCAAttention(nn.Module):
             positions = positions.expand(len(earlier), -1)
         kept[self.layer_idx] = torch.cat((earlier, positions), dim=-1)
         return kept[self.layer_idx]
-
-
-def _width_of_heads(
-    hidden_size: int, num_heads: int, num_key_value_heads: int, head_dim: int | None
-) -> int:
-    """The width of a head; ValueError unless these sizes make a layer."""
-    check_whole("hidden_size", hidden_size)
-    check_whole("num_heads", num_heads)
-    check_whole("num_key_value_heads", num_key_value_heads)
-    if head_dim is None and hidden_size % num_heads:
-        raise ValueError(
-            f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}; set head_dim"
-        )
-    head_dim = hidden_size // num_heads if head_dim is None else head_dim
-    check_width(head_dim)
-    check_heads(num_heads, num_key_value_heads)
-    return head_dim

@@ -131,7 +131,9 @@ def test_packed_documents_stay_apart(name):
     second[:, :10] = first[:, :10].flip(-1)
     read = [logits(model, ids, position_ids=positions)[:, 10:] for ids in (first, second)]
     assert difference(*read) < 1e-12
-    assert difference(read[0], logits(model, first[:, 10:])) < 1e-12
+    # In float64, too, GraniteSWA takes softmax and sinks in float32.
+    tolerance = 1e-6 if name == "GraniteSWA" else 1e-12
+    assert difference(read[0], logits(model, first[:, 10:])) < tolerance
 
 
 def test_half_precision_is_as_exact_as_eager():

@@ -14,11 +14,10 @@ from coca_attention.ops import (
     attend,
     attention,
     coca_attention,
-    coca_linear_attention,
     fold,
     score_scale,
 )
-from coca_attention.ops.naive import naive_coca_attention, naive_linear_attention
+from coca_attention.ops.positions import Decay
 from covering import covering
 from operands import Largest, assert_same_with_gradients, operands
 
@@ -86,19 +85,6 @@ def test_outputs_and_gradients_agree_with_the_oracle(
     assert_same_with_gradients(ours, exact, leaves, gradients=1e-11)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_the_formulas_of_the_source_are_what_is_computed(form):
-    q, t, v = operands(queries=29)
-    rotation = Rotation(16, 100.0)
-    for turning in (None, rotation):
-        ours = coca_attention(q, t, v, form=form, rotation=turning)
-        assert (ours - naive_coca_attention(q, t, v, form, turning)).abs().max() <= 1e-12
-    if form != "slack":
-        ours, _ = coca_linear_attention(q, t + 0.1, v, form=form, rotation=rotation)
-        exact = naive_linear_attention(q, t + 0.1, v, form, rotation)
-        assert (ours - exact).abs().max() <= 1e-12
-
-
 @pytest.mark.parametrize(
     ("window", "limit"), [(None, None), (20, None), (None, DistanceMap.limited(7))]
 )
@@ -125,24 +111,29 @@ def decay_bias(query_positions, key_positions, exponent, length):
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 40])
-def test_a_decay_of_consecutive_positions_is_formed_once_for_every_distance(small_blocks, window):
+def test_a_decay_of_consecutive_positions_is_formed_once_for_every_distance(
+    small_blocks, monkeypatch, window
+):
     """Otherwise in blocks, from the positions."""
     rotation, formed = Rotation(16, decay=1.5, decay_length=3.0), []
     q, t, v = operands(queries=40, keys=50)
     k = torch.cat((t, t), dim=-1)
 
-    def bias(query_positions, key_positions, dtype):
-        found = rotation.bias(query_positions, key_positions, dtype)
+    form = Decay.__call__
+
+    def recorded(*arguments):
+        found = form(*arguments)
         formed.append(found.shape[-2:])
         return found
 
+    monkeypatch.setattr(Decay, "__call__", recorded)
     places = torch.tensor([[0], [7]]) + torch.arange(50)
     torn = places.clone()
     torn[0, 25:] += 100
     for at in (places, torn):
         formed.clear()
         positions = (at[:, 10:], at)
-        ours = attend(q, k, v, bias=bias, positions=positions, window=window)
+        ours = attend(q, k, v, bias=rotation.bias, positions=positions, window=window)
         assert (formed == [(1, 50)]) == (at is places)
         visible = torch.ones(40, 50, dtype=torch.bool).tril(10)
         visible = visible & ~torch.ones_like(visible).tril(10 - (window or 50))

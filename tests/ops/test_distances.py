@@ -1,5 +1,7 @@
 """Attention under a map of distances: far keys are scored as if at other distances."""
 
+import math
+
 import pytest
 import torch
 
@@ -14,7 +16,6 @@ from coca_attention.ops import (
     query_map,
 )
 from coca_attention.ops.distances import attend_by_distance, far_query_map
-from coca_attention.ops.naive import naive_coca_attention
 from coca_attention.ops.parts import document_parts
 from coca_attention.ops.rules import UNSCALED
 from covering import covering
@@ -254,21 +255,40 @@ def test_errors():
 
 @pytest.mark.parametrize("form", ["strict", "magnitude", "slack"])
 @pytest.mark.parametrize("kind", [None, "limited", "leaky", "shifted", "by pair", "grouped"])
-def test_the_formulas_as_they_are_written_cover_every_rotation(form, kind):
-    """Magnitude, partial rotary, temperature, decay and maps; they refuse what is none."""
-    q, t, v = operands(queries=29, width=24)
-    rule = stock("yarn", 16, factor=4.0)
-    options = {"rule": rule, "temperature": 5, "turning": 7}
-    options |= {"decay": 0.7} if kind is None else {"distance_map": map_of(kind, NEAR)}
-    rotation = Rotation(WIDTH, **options)
+def test_a_rotation_may_have_everything_at_once(form, kind):
+    """Magnitude of a rule, partial rotary, pairs that do not turn, temperature, decay or a map."""
+    q, t, v = operands(queries=29, keys=29, width=24)
+    distance_map = None if kind is None else map_of(kind, NEAR)
+    rotation = Rotation(
+        WIDTH,
+        rule=stock("yarn", 16, factor=4.0),
+        temperature=5,
+        turning=7,
+        decay=0.7 if kind is None else None,
+        distance_map=distance_map,
+    )
     if form == "slack" and kind is not None:
         with pytest.raises(ValueError, match="a distance map needs scores that depend only on"):
-            naive_coca_attention(q, t, v, form, rotation)
+            coca_attention(q, t, v, form=form, rotation=rotation)
         return
     ours = coca_attention(q, t, v, form=form, rotation=rotation)
-    assert (ours - naive_coca_attention(q, t, v, form, rotation)).abs().max() <= 1e-12
-    with pytest.raises(ValueError, match="form must be slack, strict or magnitude, got 'strickt'"):
-        naive_coca_attention(q, t, v, "strickt")
+    # Scores grow with the coefficients and, but for magnitude, with the square of the query.
+    t[..., : WIDTH // 2] *= rotation.rule.magnitude**2
+    factor = torch.arange(2, 31).double().log() / math.log(6)
+    factor = factor if kind is None else factor.clamp(min=1)
+    q = q * factor.unsqueeze(-1) ** (1 if form == "magnitude" else 0.5)
+    distance = (torch.arange(29)[:, None] - torch.arange(29)).clamp(min=0).double()
+    expected = oracle.coca_attention(
+        q,
+        t,
+        v,
+        form=form,
+        theta=rotation.frequencies(),
+        rotary_width=WIDTH,
+        bias=None if kind else -0.7 * (1 + distance / rotation.decay_length).log(),
+        distance_map=distance_map,
+    )
+    assert (ours - expected).abs().max() <= 1e-12
 
 
 def test_old_names_are_refused_with_the_new_one():

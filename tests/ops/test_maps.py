@@ -22,28 +22,6 @@ def test_first_and_second_derivatives(form, interleaved, share):
         assert gradgradcheck(function, (x,))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_torch_func_gives_the_derivatives_of_autograd(form):
-    q, t = normal(1, 2, 3, 8).requires_grad_(), normal(1, 1, 3, 4, seed=1).requires_grad_()
-    q.data[..., 0, :] = 0  # where the size has no derivative, and magnitude gives 0
-    both = maps(*Rotation(8).tables(torch.arange(3), torch.float64), form, 0.7)
-    for function, x in zip(both, (q, t), strict=True):
-
-        def loss(x, function=function):
-            return function(x).square().sum()
-
-        def slope(x, loss=loss):
-            return torch.func.grad(loss)(x).square().sum()
-
-        (first,) = torch.autograd.grad(loss(x), x, create_graph=True)
-        (second,) = torch.autograd.grad(first.square().sum(), x)
-        assert torch.equal(torch.func.grad(loss)(x), first)
-        if form == "magnitude":
-            compiled = torch.compile(torch.func.grad(loss), backend="aot_eager", fullgraph=True)
-            assert torch.allclose(compiled(x)[..., 1:, :], first[..., 1:, :])
-        assert torch.equal(torch.func.grad(slope)(x), second)
-
-
 def test_magnitude_has_gradient_zero_where_the_query_is_zero():
     q = torch.zeros(1, 1, 2, 4, dtype=torch.float64, requires_grad=True)
     cos, sin = Rotation(4).tables(torch.arange(2), torch.float64)

@@ -20,19 +20,13 @@ def visible(queries, keys, window):
     return (distance >= 0) & (distance < window)
 
 
-def expected(q, k, v, mask, sinks=None):
-    """Softmax over all keys with a boolean or additive mask; zeros where all are masked.
-
-    Sinks are scores of one more key for every head, whose value is 0.
-    """
+def expected(q, k, v, mask):
+    """Softmax over all keys with a boolean or additive mask; zeros where all are masked."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * q.shape[-1] ** -0.5
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(scores).masked_fill(~mask, -torch.inf)
     scores = scores + mask
-    if sinks is not None:
-        scores = torch.cat((sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1), scores), dim=-1)
-        return scores.softmax(-1)[..., 1:] @ v
     none = scores.detach().isneginf().all(-1, keepdim=True)
     return scores.masked_fill(none, 0).softmax(-1).masked_fill(none, 0) @ v
 
@@ -59,23 +53,21 @@ def masks(kind, queries, keys):
     kv_heads=st.sampled_from([1, 2, 4]),
     value_width=st.sampled_from([5, 8, 11]),
     kind=st.sampled_from(["none", "padding", "per head", "two dimensions", "rows", "additive"]),
-    sunk=st.booleans(),
 )
-def test_outputs_and_gradients(window, queries, earlier, kv_heads, value_width, kind, sunk):
+def test_outputs_and_gradients(window, queries, earlier, kv_heads, value_width, kind):
     keys = queries + earlier
     mask, leaves = masks(kind, queries, keys), tensors(4, kv_heads, queries, keys, value_width)
     if kind == "additive":
         leaves.append(mask)
-    sinks = normal(4, seed=8) if sunk else None
-    leaves = [x.requires_grad_() for x in [*leaves, *([sinks] if sunk else [])]]
+    leaves = [x.requires_grad_() for x in leaves]
     q, k, v = leaves[:3]
     band = visible(queries, keys, window)
     if mask is None or mask.dtype == torch.bool:
         full = band if mask is None else band & mask
     else:
         full = mask.masked_fill(~band, -torch.inf)
-    ours = attend(q, k, v, attention_mask=mask, window=window, sinks=sinks)
-    exact = expected(q, k, v, full, sinks)
+    ours = attend(q, k, v, attention_mask=mask, window=window)
+    exact = expected(q, k, v, full)
     assert_same_with_gradients(ours, exact, leaves, gradients=1e-11)
 
 
@@ -114,15 +106,15 @@ def test_cost_is_linear_in_the_length():
     assert 1024 % WINDOW_BLOCK == 0
 
 
-def test_sinks_beside_parts_have_gradients():
+def test_parts_make_up_the_whole():
     """As FlashAttention computes them on a GPU, here by the kernel of a CPU."""
-    leaves = [x.requires_grad_() for x in (*tensors(4, 2, 20, 20), normal(4, seed=5))]
+    leaves = [x.requires_grad_() for x in tensors(4, 2, 20, 20)]
     whole = slice(0, 20)
     halves = [slice(0, 10), slice(10, 20)]
     parts = [Part(halves[0], halves[0], "lower"), Part(halves[1], halves[1], "lower")]
     parts.append(Part(halves[1], halves[0], "full"))
-    q, k, v, sinks = leaves
-    exact = expected(q, k, v, visible(20, 20, 20), sinks)
+    q, k, v = leaves
+    exact = expected(q, k, v, visible(20, 20, 20))
     for cut in ([Part(whole, whole, "lower")], parts):
-        ours = attend_parts(cut, (q, k, q, k, v), q.shape[-1] ** -0.5, sinks)
+        ours = attend_parts(cut, (q, k, q, k, v), q.shape[-1] ** -0.5)
         assert_same_with_gradients(ours, exact, leaves)

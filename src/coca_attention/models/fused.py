@@ -1,8 +1,8 @@
 """Attention of Transformers' own models in blocks, where its implementation forms all scores.
 
 Under `sdpa` a layer with a window has a mask of every query and key, and computes what it hides.
-GraniteSWA has a learned score per head for attending to nothing, too, for which Transformers has
-`eager` alone: a window and a sink for each layer, which vLLM, SGLang and llama.cpp run.
+GraniteSWA has a learned score per head for attending to nothing, too, a sink, for which
+Transformers has `eager` alone: of a text of 16,384 tokens it keeps more than 11 GB of scores.
 """
 
 from typing import Any
@@ -11,11 +11,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import sdpa_mask
+from transformers.models.granite_swa.modeling_granite_swa import eager_attention_forward
 
 from coca_attention.models.configuration import GLOBAL, LOCAL, layer_types, own_window
 from coca_attention.models.layer_pass import Band
 from coca_attention.ops import attend
+from coca_attention.ops.attention import in_blocks
 from coca_attention.ops.opaque import compiling
+from coca_attention.ops.sight import Sight
 
 FUSED = "fused"
 """Name of the attention implementation, as for ``attn_implementation`` in Transformers."""
@@ -59,20 +62,56 @@ def fused_attention(
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """`attend` for Transformers' `AttentionInterface`; `s_aux` (H,) are the sinks."""
-    band = attention_mask if isinstance(attention_mask, Band) else None
+    segments = window = None
+    is_causal = isinstance(attention_mask, Band)
+    if isinstance(attention_mask, Band):
+        segments, window = attention_mask
+        attention_mask = None
+    if s_aux is not None:
+        counts = query.shape[-2], key.shape[-2]
+        sight = Sight(*counts, attention_mask, segments, is_causal, window, query.device)
+        output = _attend_with_sinks(module, query, key, value, sight, scaling, dropout)
+        return output.transpose(1, 2).contiguous(), None
     output = attend(
         query,
         key,
         value,
-        attention_mask=None if isinstance(attention_mask, Band) else attention_mask,
-        is_causal=band is not None,
-        window=None if band is None else band.window,
-        segments=None if band is None else band.segments,
+        attention_mask=attention_mask,
+        is_causal=is_causal,
+        window=window,
+        segments=segments,
         scale=scaling,
         dropout=dropout,
-        sinks=s_aux,
     )
     return output.transpose(1, 2).contiguous(), None
+
+
+def _attend_with_sinks(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sight: Sight,
+    scaling: float,
+    dropout: float,
+) -> Tensor:
+    """The `eager` attention of GraniteSWA for a block of queries at a time, (B, H, T, D)."""
+
+    def block(start: int, rows: Tensor) -> Tensor:
+        seen, mask = sight.of(start, start + rows.shape[-2])
+        added = None
+        if mask is not None:
+            # Half of the lowest number, so that its sum with a score is finite in float16.
+            hidden = torch.finfo(query.dtype).min / 2
+            added = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, hidden)
+        output, _ = eager_attention_forward(
+            module, rows, key[..., seen, :], value[..., seen, :], added, scaling, dropout
+        )
+        return output.transpose(1, 2)
+
+    if compiling():  # blocks would make a graph of their own for every length
+        return block(0, query)
+    return in_blocks(block, query, sight.window)
 
 
 def fused_mask(**made: Any) -> Band | Tensor | None:

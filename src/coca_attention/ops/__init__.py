@@ -9,7 +9,6 @@
 - `attention`: softmax attention in linear memory.
 - `distances`: attention under a map of distances; `parts`: its near and far keys without masks.
 - `linear`: linear attention with collinear keys, and its state.
-- `naive`: the formulas of both, as they are written.
 - `opaque`: operators that torch.compile does not trace.
 """
 

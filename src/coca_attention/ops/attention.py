@@ -6,7 +6,7 @@ Dv value width.
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from coca_attention.ops.checks import check_heads
 from coca_attention.ops.opaque import compiling, opaque
 from coca_attention.ops.parts import Part, attend_parts, has_windows, in_autocast, of_one_width
-from coca_attention.ops.positions import Decay
+from coca_attention.ops.positions import Decay, are_consecutive
 from coca_attention.ops.sight import Sight, causal_mask, same_segment, with_bias
 
 # Queries processed at once if a mask must be materialized: the mask of one block has
@@ -43,7 +43,6 @@ def attend(
     bias: Decay | None = None,
     positions: tuple[Tensor, Tensor] | None = None,
     segments: Tensor | None = None,
-    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale * Q K^T + mask + bias) V.
 
@@ -66,8 +65,6 @@ def attend(
         segments: A number for every key, (B, S), such as that of its document in packed batches; a
             query has that of its own key and sees only keys with the same. Masks are formed for one
             block of queries at a time.
-        sinks: Score of a further key, whose value is 0, for every head, (H,): what attention to
-            nothing scores. Every query sees it, whatever the window and the masks.
 
     Returns:
         (B, H, T, Dv).
@@ -78,134 +75,57 @@ def attend(
         TypeError: If the mask is neither boolean nor floating.
     """
     _check_inputs(query, value, attention_mask, is_causal, window)
-    queries, keys, value_width = query.shape[-2], key.shape[-2], value.shape[-1]
+    queries = query.shape[-2]
+    keys = key.shape[-2]
     if queries == 0:
-        return query.new_zeros(*query.shape[:-1], value_width)
-    scale = math.pow(query.shape[-1], -0.5) if scale is None else scale
-    window = window if window is not None and window < keys else None
-    sight = Sight(queries, keys, attention_mask, segments, is_causal, window, query.device)
-    path = _path(query, value, sight, dropout, bias, sinks)
-    if path in ("operator", "flash"):
+        return query.new_zeros(*query.shape[:-1], value.shape[-1])
+    if scale is None:
+        scale = math.pow(query.shape[-1], -0.5)
+    if window is not None and window >= keys:
+        window = None
+
+    # One call of PyTorch's function, if it needs no mask or gets all of it. Under dynamic shapes
+    # comparisons of sizes are no bools: they are asked for, never kept.
+    at_once = partial(_attend_at_once, scale=scale, dropout=dropout)
+    only_masked = segments is None and bias is None
+    unmasked = only_masked and attention_mask is None
+    if only_masked and not is_causal:
+        return at_once(query, key, value, mask=attention_mask)
+    if unmasked and queries == 1:
+        if window is not None:
+            key, value = key[..., -window:, :], value[..., -window:, :]
+        if query.device.type != "cpu":
+            return at_once(query, key, value)
+        # Heads that share keys are the rows of one product. Measured on a CPU alone.
+        rows = query.reshape(*query.shape[:-3], key.shape[-3], -1, query.shape[-1])
+        return at_once(rows, key, value).reshape(*query.shape[:-1], -1)
+    if unmasked and queries == keys and window is None:
+        return at_once(query, key, value, is_causal=True)
+
+    # In blocks of queries, or by a kernel with windows; torch.compile sees one operator.
+    query_positions, key_positions = (None, None) if positions is None else positions
+    decay = None if bias is None else [*bias]
+    attend_otherwise = _attend_otherwise
+    if is_causal and can_be_opaque(queries, attention_mask, dropout):
         query, key, value = in_autocast(query, key, value)
-    if path == "operator":
-        tensors = query, key, value, attention_mask, segments, *(positions or (None, None))
-        return _attend_opaque(*tensors, window, scale, None if bias is None else [*bias])
-    if window is not None and bias is None:
-        seen, sight = sight.among_seen()
-        key, value = key[..., seen, :], value[..., seen, :]
-    if path == "flash":
-        part = Part(slice(0, queries), slice(0, sight.keys), "lower", window=sight.window)
-        return attend_parts([part], (query, key, query, key, value), scale, sinks)
-    masked = path not in ("plain", "square") or sight.mask is not None
-    kernel, query, key, value = _kernel_of(query, key, value, masked, scale, dropout, sinks)
-    if path == "plain" and queries == 1 and sight.mask is None:
-        output = _attend_one(kernel, query, key, value)
-    elif path == "plain":
-        output = kernel(query, key, value, sight.mask)
-    elif path == "square":
-        output = kernel(query, key, value, None, True)
-    elif bias is not None:  # decay
-        output = _attend_decay(kernel, query, key, value, sight, bias, positions)
-    elif path == "window":
-        output = _attend_window(kernel, query, key, value, sight)
-    else:
-        output = _attend_in_blocks(kernel, query, key, value, sight)
-    return output if output.shape[-1] == value_width else output[..., :value_width]
+        attend_otherwise = _attend_opaque
+    return attend_otherwise(
+        query,
+        key,
+        value,
+        attention_mask,
+        segments,
+        query_positions,
+        key_positions,
+        is_causal,
+        window,
+        scale,
+        dropout,
+        decay,
+    )
 
 
-AttentionPath = Literal["plain", "square", "flash", "operator", "decay", "window", "blocks"]
-
-
-def _path(
-    query: Tensor,
-    value: Tensor,
-    sight: Sight,
-    dropout: float,
-    bias: Decay | None,
-    sinks: Tensor | None,
-) -> AttentionPath:
-    """How `attend` computes: ``plain`` and ``square`` are one call of PyTorch's function.
-
-    ``square`` is causal attention to all keys; ``flash`` one call of FlashAttention, which has
-    windows and sinks; ``operator`` is `attend` in a graph; the others are in blocks of queries.
-    """
-    # Under dynamic shapes comparisons of sizes are no bools: they are asked for, never kept.
-    only_masked = sight.segments is None and bias is None
-    unmasked = only_masked and sight.mask is None
-    if (only_masked and not sight.is_causal) or (unmasked and sight.queries == 1):
-        return "plain"
-    flash = unmasked and not dropout and has_windows(query, value)
-    if unmasked and sight.queries == sight.keys and sight.window is None:
-        return "flash" if sinks is not None and flash else "square"
-    if sight.is_causal and sinks is None and can_be_opaque(sight.queries, sight.mask, dropout):
-        return "operator"
-    if flash:
-        return "flash"
-    if bias is not None:
-        return "decay"
-    if sight.window is not None and sight.mask is None and sight.queries > 1:
-        return "window"
-    return "blocks"
-
-
-class _Kernel(NamedTuple):
-    """``scaled_dot_product_attention``, with a first key for the sinks if there are any."""
-
-    scale: float
-    dropout: float
-    grouped: bool
-    sink_key: Tensor | None
-
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool = False
-    ) -> Tensor:
-        if self.sink_key is not None:
-            query, key, value, mask = _prepend_sink(query, key, value, mask, causal, self.sink_key)
-        output = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=self.dropout,
-            is_causal=causal,
-            scale=self.scale,
-            enable_gqa=self.grouped,
-        )
-        return output if self.sink_key is None or not causal else output[..., 1:, :]
-
-
-def _attend_one(kernel: _Kernel, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """One query (B, H, 1, D): the heads that share keys are the rows of one product."""
-    if query.device.type != "cpu":  # measured on a CPU alone
-        return kernel(query, key, value, None)
-    rows = query.reshape(*query.shape[:-3], key.shape[-3], -1, query.shape[-1])
-    return kernel(rows, key, value, None).reshape(*query.shape[:-1], -1)
-
-
-def _kernel_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    masked: bool,
-    scale: float,
-    dropout: float,
-    sinks: Tensor | None,
-) -> tuple[_Kernel, Tensor, Tensor, Tensor]:
-    """The kernel, and query, key and value in the shapes that it takes in linear memory."""
-    sink_key = None
-    if sinks is not None:
-        query, key, sink_key = _add_sink(query, key, sinks, scale)
-    query, key, value = of_one_width(query, key, value)
-    grouped = False
-    if key.shape[-3] != query.shape[-3]:
-        grouped = _fuses_grouped_heads(query, masked)
-        if not grouped:
-            repeats = query.shape[-3] // key.shape[-3]
-            key, value = (x.repeat_interleave(repeats, dim=-3) for x in (key, value))
-    return _Kernel(scale, dropout, grouped, sink_key), query, key, value
-
-
-def _attend(
+def _attend_otherwise(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -213,28 +133,85 @@ def _attend(
     segments: Tensor | None,
     query_positions: Tensor | None,
     key_positions: Tensor | None,
+    is_causal: bool,
     window: int | None,
     scale: float,
+    dropout: float,
     decay: list[float] | None,
 ) -> Tensor:
-    """Causal `attend`, for torch.compile."""
-    positions = None
-    if query_positions is not None and key_positions is not None:
-        positions = (query_positions, key_positions)
-    return attend(
-        query,
-        key,
-        value,
-        attention_mask=attention_mask,
-        segments=segments,
-        positions=positions,
-        window=window,
-        scale=scale,
-        bias=None if decay is None else Decay(*decay),
+    """`attend` where it is not one call of PyTorch's function, in types that `opaque` takes."""
+    queries = query.shape[-2]
+    keys = key.shape[-2]
+    sight = Sight(queries, keys, attention_mask, segments, is_causal, window, query.device)
+    if window is not None and decay is None:
+        seen, sight = sight.among_seen()
+        key = key[..., seen, :]
+        value = value[..., seen, :]
+    unmasked = attention_mask is None and segments is None and decay is None
+    if unmasked and not dropout and has_windows(query, value):
+        query, key, value = in_autocast(query, key, value)
+        part = Part(slice(0, queries), slice(0, sight.keys), "lower", window=sight.window)
+        return attend_parts([part], (query, key, query, key, value), scale)
+
+    value_width = value.shape[-1]
+    kernel, query, key, value = _kernel_of(query, key, value, True, scale, dropout)
+    if decay is not None:
+        if query_positions is None or key_positions is None:
+            key_positions = torch.arange(keys, device=query.device)
+            query_positions = key_positions[keys - queries :]
+        output = _attend_decay(
+            kernel, query, key, value, sight, Decay(*decay), query_positions, key_positions, dropout
+        )
+    elif sight.window is not None and attention_mask is None:
+        output = _attend_window(kernel, query, key, value, sight)
+    else:
+        output = _attend_in_blocks(kernel, query, key, value, sight)
+    return output if output.shape[-1] == value_width else output[..., :value_width]
+
+
+_attend_opaque = opaque(_attend_otherwise, differentiable=3)
+
+
+Kernel = Callable[..., Tensor]
+"""``scaled_dot_product_attention`` with a scale and a dropout."""
+
+
+def _attend_at_once(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    dropout: float,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """One call of the kernel for all queries."""
+    value_width = value.shape[-1]
+    kernel, query, key, value = _kernel_of(query, key, value, mask is not None, scale, dropout)
+    output = kernel(query, key, value, attn_mask=mask, is_causal=is_causal)
+    return output if output.shape[-1] == value_width else output[..., :value_width]
+
+
+def _kernel_of(
+    query: Tensor, key: Tensor, value: Tensor, masked: bool, scale: float, dropout: float
+) -> tuple[Kernel, Tensor, Tensor, Tensor]:
+    """The kernel, and query, key and value in the shapes that it takes in linear memory."""
+    query, key, value = of_one_width(query, key, value)
+    grouped = False
+    if key.shape[-3] != query.shape[-3]:
+        # Of the linear-memory kernels on accelerators only FlashAttention shares heads, in half
+        # precision and without a mask. Otherwise, grouped heads select the kernel that
+        # materializes the S * S score matrix.
+        half = query.dtype in (torch.float16, torch.bfloat16)
+        grouped = query.device.type == "cpu" or (half and not masked)
+        if not grouped:
+            repeats = query.shape[-3] // key.shape[-3]
+            key = key.repeat_interleave(repeats, dim=-3)
+            value = value.repeat_interleave(repeats, dim=-3)
+    kernel = partial(
+        F.scaled_dot_product_attention, dropout_p=dropout, scale=scale, enable_gqa=grouped
     )
-
-
-_attend_opaque = opaque(_attend, differentiable=3)
+    return kernel, query, key, value
 
 
 def can_be_opaque(queries: int, mask: Tensor | None, dropout: float) -> bool:
@@ -243,34 +220,6 @@ def can_be_opaque(queries: int, mask: Tensor | None, dropout: float) -> bool:
     # query has no blocks, and is faster in the graph.
     learned = mask is not None and mask.requires_grad
     return queries > 1 and compiling() and not dropout and not learned
-
-
-def _add_sink(
-    query: Tensor, key: Tensor, sinks: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Query and key with one more column, and the key (D + 1,) that scores as the sinks (H,)."""
-    unit = 2.0 ** round(-math.log2(scale))  # exact in every dtype, and keeps the column small
-    column = (sinks / (scale * unit)).to(query.dtype)[:, None, None]
-    sink_key = key.new_zeros(key.shape[-1] + 1)
-    sink_key[-1] = unit
-    query = torch.cat((query, column.expand(*query.shape[:-1], 1)), dim=-1)
-    return query, F.pad(key, (0, 1)), sink_key
-
-
-def _prepend_sink(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, sink_key: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Arguments of an attention kernel with a first key that all queries see, of value 0."""
-    sink_key = F.pad(sink_key, (0, key.shape[-1] - len(sink_key)))
-    key = torch.cat((sink_key.expand(*key.shape[:-2], 1, -1), key), dim=-2)
-    value = F.pad(value, (0, 0, 1, 0))
-    # A first query keeps the others aligned with their keys.
-    query = F.pad(query, (0, 0, 1, 0)) if causal else query
-    if mask is not None:
-        mask = F.pad(
-            mask.expand(*mask.shape[:-1], key.shape[-2] - 1), (1, 0), value=mask.dtype == torch.bool
-        )
-    return query, key, value, mask
 
 
 def _check_inputs(
@@ -305,15 +254,6 @@ def _check_inputs(
         )
 
 
-def _fuses_grouped_heads(query: Tensor, masked: bool) -> bool:
-    """Whether a linear-memory kernel supports fewer key/value heads than query heads."""
-    # On accelerators only FlashAttention does, in half precision and without a mask. Otherwise,
-    # grouped heads select the kernel that materializes the S * S score matrix.
-    return query.device.type == "cpu" or (
-        not masked and query.dtype in (torch.float16, torch.bfloat16)
-    )
-
-
 def in_blocks(
     block: Callable[[int, Tensor], Tensor], query: Tensor, window: int | None = None
 ) -> Tensor:
@@ -329,7 +269,7 @@ def in_blocks(
 
 
 def _attend_in_blocks(
-    kernel: _Kernel,
+    kernel: Kernel,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -343,36 +283,39 @@ def _attend_in_blocks(
         seen, mask = sight.of(start, stop)
         if bias is not None:
             mask = with_bias(mask, bias(start, stop, seen))
-        return kernel(rows, key[..., seen, :], value[..., seen, :], mask)
+        return kernel(rows, key[..., seen, :], value[..., seen, :], attn_mask=mask)
 
     return in_blocks(block, query, sight.window)
 
 
 def _attend_decay(
-    kernel: _Kernel,
+    kernel: Kernel,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     sight: Sight,
     decay: Decay,
-    positions: tuple[Tensor, Tensor] | None,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    dropout: float,
 ) -> Tensor:
     """Attention with a decay: one addend per distance where possible, otherwise in blocks."""
-    queries, keys, window = sight.queries, sight.keys, sight.window
-    if positions is None:
-        indices = torch.arange(keys, device=query.device)
-        positions = (indices[keys - queries :], indices)
-    query_positions, key_positions = positions
     wide = torch.promote_types(query.dtype, torch.float32)
-    # With dropout the kernel forms all scores: one block at a time, then.
-    alike = sight.is_causal and queries > 1 and not kernel.dropout
-    alike = alike and sight.mask is None and sight.segments is None
-    if alike and _are_consecutive(*positions):
+    if (
+        sight.is_causal
+        and sight.queries > 1
+        and sight.mask is None
+        and sight.segments is None
+        and not dropout  # with which the kernel forms all scores: one block at a time, then
+        and query.device.type == "cpu"  # others would have to wait for the positions
+        and not torch.compiler.is_compiling()
+        and are_consecutive(query_positions, key_positions)
+    ):
         addends = decay(query_positions[..., -1:], key_positions, wide)
-        addends = addends.reshape(-1, keys)[0].to(query.dtype)
-        if window is not None:
-            addends[: max(keys - window, 0)] = float("-inf")
-        return _attend_distances(kernel, query, key, value, addends, window or keys)
+        addends = addends.reshape(-1, sight.keys)[0].to(query.dtype)
+        if sight.window is not None:
+            addends[: sight.keys - sight.window] = float("-inf")
+        return _attend_distances(kernel, query, key, value, addends, sight.window or sight.keys)
 
     def bias(start: int, stop: int, seen: slice) -> Tensor:
         added = decay(query_positions[..., start:stop], key_positions[..., seen], wide)
@@ -381,18 +324,8 @@ def _attend_decay(
     return _attend_in_blocks(kernel, query, key, value, sight, bias)
 
 
-def _are_consecutive(query_positions: Tensor, key_positions: Tensor) -> bool:
-    """Whether positions are known to grow by one, up to the same last one of queries and keys."""
-    # Other devices than a CPU would have to wait for the answer; a graph has none.
-    if query_positions.device.type != "cpu" or torch.compiler.is_compiling():
-        return False
-    same = query_positions[..., -1] == key_positions[..., -1]
-    steps = (positions.diff(dim=-1) == 1 for positions in (query_positions, key_positions))
-    return bool(same.all()) and all(bool(step.all()) for step in steps)
-
-
 def _attend_distances(
-    kernel: _Kernel, query: Tensor, key: Tensor, value: Tensor, addends: Tensor, window: int
+    kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, addends: Tensor, window: int
 ) -> Tensor:
     """Causal attention with an addend for every distance, (S,): those of S - 1 … 0."""
     # With the queries in reverse order, the one r places before the last key has the addends of
@@ -406,41 +339,45 @@ def _attend_distances(
         last = keys - start
         first = max(0, last - rows.shape[-2] - window + 1)
         mask = line[start + first :].unfold(0, last - first, 1)[: rows.shape[-2]]
-        outputs.append(kernel(rows, key[..., first:last, :], value[..., first:last, :], mask))
+        seen = slice(first, last)
+        outputs.append(kernel(rows, key[..., seen, :], value[..., seen, :], attn_mask=mask))
     return torch.cat(outputs, dim=-2).flip(-2)
 
 
 def _attend_window(
-    kernel: _Kernel, query: Tensor, key: Tensor, value: Tensor, sight: Sight
+    kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, sight: Sight
 ) -> Tensor:
     """Causal attention over W < S < T + W keys, with blocks in the batch dimension."""
     # Every block sees its own keys and the keys of a window before it, so all blocks have one mask.
     # The first queries, before which there are fewer keys, are attended separately, together with
     # those that do not fill a block.
-    queries, past, window = sight.queries, sight.keys - sight.queries, sight.window
+    queries = sight.queries
+    window = sight.window
     assert window is not None
-    block = max(WINDOW_BLOCK, window // 4)
-    first = min(window - past + (queries - window + past) % block, queries)
-    head, query = query.split((first, queries - first), dim=-2)
+    past = sight.keys - queries
+    size = max(WINDOW_BLOCK, window // 4)
+    first = min(window - past + (queries - window + past) % size, queries)
     seen, mask = sight.of(0, first)
-    outputs = [kernel(head, key[..., seen, :], value[..., seen, :], mask)]
-    blocks = (queries - first) // block
-    if blocks:
-        width, start = window + block, past + first - window
+    output = kernel(query[..., :first, :], key[..., seen, :], value[..., seen, :], attn_mask=mask)
+    if first == queries:
+        return output
+    blocks = (queries - first) // size
+    width = window + size
+    start = past + first - window
 
-        def fold(x: Tensor) -> Tensor:
-            """(B, H, blocks, ...) to (B * blocks, H, ...)."""
-            return x.transpose(1, 2).flatten(0, 1)
+    def in_batch(x: Tensor) -> Tensor:
+        """(B, H, blocks, ...) to (B * blocks, H, ...)."""
+        return x.transpose(1, 2).flatten(0, 1)
 
-        rows = fold(query.unflatten(-2, (blocks, block)))
-        key, value = (
-            fold(x[..., start:, :].unfold(-2, width, block).transpose(-2, -1)) for x in (key, value)
-        )
-        mask = None
-        if sight.segments is not None:
-            segments = sight.segments[:, start:].unfold(-1, width, block).flatten(0, 1)
-            mask = same_segment(mask, segments[:, window:], segments)
-        mask = causal_mask(mask, block, width, sight.device, window)
-        output = kernel(rows, key, value, mask)
-        outputs.append(output.unflatten(0, (len(query), blocks)).transpose(1, 2).flatten(2, 3))
-    return torch.cat(outputs, dim=-2)
+    mask = None
+    if sight.segments is not None:
+        segments = sight.segments[:, start:].unfold(-1, width, size).flatten(0, 1)
+        mask = same_segment(mask, segments[:, window:], segments)
+    others = kernel(
+        in_batch(query[..., first:, :].unflatten(-2, (blocks, size))),
+        in_batch(key[..., start:, :].unfold(-2, width, size).mT),
+        in_batch(value[..., start:, :].unfold(-2, width, size).mT),
+        attn_mask=causal_mask(mask, size, width, sight.device, window),
+    )
+    others = others.unflatten(0, (len(query), blocks)).transpose(1, 2).flatten(2, 3)
+    return torch.cat((output, others), dim=-2)

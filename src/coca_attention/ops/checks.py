@@ -41,10 +41,6 @@ def check_whole(
         raise error(f"{name} must be a whole number {limits}, got {value!r}")
 
 
-def _is_real(value: object) -> TypeGuard[float]:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def check_real(
     name: str,
     value: object,
@@ -55,7 +51,8 @@ def check_real(
     error: type[ValueError] = ValueError,
 ) -> None:
     """Raise ``error`` unless a value is a finite number in a range, ``above``: without its end."""
-    if not _is_real(value) or not lowest <= value <= highest or (above and value == lowest):
+    is_real = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_real or not lowest <= value <= highest or (above and value == lowest):
         limits = f"{'above' if above else 'from'} {lowest}"
         limits += f" to {highest}" if highest < math.inf else ""
         raise error(f"{name} must be a finite number {limits}, got {value!r}")

@@ -8,8 +8,6 @@ CoCA exactly, in memory linear in S. Scores of shift-invariant forms depend only
 the slack form depend on both positions, so it needs true positions.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -76,9 +74,11 @@ def coca_attention(
     """
     form = get_form(form)
     check_operands(query, key_coefficients, value)
-    (queries, width), keys = query.shape[-2:], key_coefficients.shape[-2]
+    queries, width = query.shape[-2:]
+    keys = key_coefficients.shape[-2]
+    free_pairs = key_coefficients.shape[-1] - width // 2
     rotation = rotation_of(rotation, width)
-    distance_map, free_pairs = rotation.distance_map, key_coefficients.shape[-1] - width // 2
+    distance_map = rotation.distance_map
     if distance_map is not None and free_pairs < width // 2:
         check_shift_invariant(form, "a distance map")
     if distance_map is not None and (window is not None or not is_causal):
@@ -86,41 +86,48 @@ def coca_attention(
     if rotation.temperature is not None and not is_causal:
         raise ValueError("a temperature counts the keys before a query: it requires is_causal=True")
     given = query_positions is not None or key_positions is not None
-    places = _positions(query, keys, query_positions, key_positions)
-    wide, divisor = torch.promote_types(query.dtype, torch.float32), score_scale(query.dtype)
-    tables = rotation.tables(places[1], wide)
-    if query_positions is None:
-        query_tables = [x[..., keys - queries :, :] for x in tables]
+    query_at, key_at = _positions(query, keys, query_positions, key_positions)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    divisor = score_scale(query.dtype)
+    factor = rotation.query_factor(query_at, wide, window)
+
+    def map_query(cos: Tensor, sin: Tensor) -> Tensor:
+        return query_map(
+            query,
+            cos,
+            sin,
+            factor=factor,
+            form=form,
+            scale=(width**-0.5 if scale is None else scale) / divisor,
+            interleaved=interleaved,
+            free_pairs=free_pairs,
+            parameters=parameters,
+        )
+
+    cos, sin = rotation.tables(key_at, wide)
+    k = key_map(key_coefficients, cos, sin, free_pairs=free_pairs)
+    if query_positions is None:  # the last ones of the keys
+        q = map_query(cos[..., keys - queries :, :], sin[..., keys - queries :, :])
     else:
-        query_tables = rotation.tables(query_positions, wide)
-    map_query = partial(
-        query_map,
-        query,
-        factor=rotation.query_factor(places[0], wide, window),
-        form=form,
-        scale=(width**-0.5 if scale is None else scale) / divisor,
-        interleaved=interleaved,
-        free_pairs=free_pairs,
-        parameters=parameters,
-    )
-    q, k = map_query(*query_tables), key_map(key_coefficients, *tables, free_pairs=free_pairs)
+        q = map_query(*rotation.tables(query_positions, wide))
     if distance_map is not None and (given or keys > distance_map.near):
-        far_q = map_query(*rotation.far_tables(places[0], wide))
+        far_q = map_query(*rotation.far_tables(query_at, wide))
         if distance_map.is_limit:
-            far_q, far_k = far_query_map(far_q, free_pairs), key_coefficients
+            far_q = far_query_map(far_q, free_pairs)
+            far_k = key_coefficients
         elif distance_map.shares_keys:
             far_k = k
         else:
-            far_tables = rotation.far_key_tables(places[1], wide)
-            far_k = key_map(key_coefficients, *far_tables, free_pairs=free_pairs)
+            cos, sin = rotation.far_key_tables(key_at, wide)
+            far_k = key_map(key_coefficients, cos, sin, free_pairs=free_pairs)
         return attend_by_distance(
             q,
             k,
             far_q,
             far_k,
             value,
-            query_positions=places[0],
-            key_positions=places[1],
+            query_positions=query_at,
+            key_positions=key_at,
             near=distance_map.near,
             consecutive=None if given else True,
             attention_mask=attention_mask,
@@ -135,7 +142,7 @@ def coca_attention(
         window=window,
         scale=divisor,
         bias=rotation.bias,
-        positions=places,
+        positions=(query_at, key_at),
     )
 
 

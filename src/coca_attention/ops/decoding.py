@@ -27,7 +27,9 @@ from coca_attention.ops.positions import Rotation
 CPU_TILE = 1 << 18
 # Limits per tile in the CUDA kernel, in keys and in bytes of coefficients: larger tiles would
 # exceed the shared memory of a GPU (these need at most 74 KiB). A single query is fastest with few.
-CUDA_KEYS, CUDA_TILE, SINGLE_KEYS = 64, 1 << 13, 16
+CUDA_KEYS = 64
+CUDA_TILE = 1 << 13
+SINGLE_KEYS = 16
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ def key_frames(
     found = rotation.distance_map
     if far and (found is None or not found.has_equal_steps):
         raise ValueError(f"frames need far keys that are equally far apart, got the map {found}")
-    device, magnitude = first_position.device, rotation.rule.magnitude
+    device = first_position.device
+    magnitude = rotation.rule.magnitude
     starts = torch.arange(0, length, tile, device=device)
     make = rotation.far_key_angles if far else rotation.angles  # both linear in the position
     angles = make(first_position.unsqueeze(-1) + starts)
@@ -134,7 +137,7 @@ def tile_length(coefficients: Tensor, heads: int) -> int:
         fit = min(most, CUDA_TILE // (pairs * coefficients.element_size()))
     else:
         queries = heads // max(1, kv_heads)
-        fit = CPU_TILE // max(1, batch * kv_heads * pairs * _products(queries))
+        fit = CPU_TILE // max(1, batch * kv_heads * pairs * min(queries, 2))
         fit = min(fit, keys)  # the tables of a tile are computed for every token
     return 1 << (max(16, fit).bit_length() - 1)
 
@@ -185,12 +188,39 @@ def half_scores(query: Tensor, coefficients: Tensor, frames: KeyFrames, scale: f
     query = paired_query(query, coefficients.shape[-1])
     batch, heads, _, width = query.shape
     kv_heads = coefficients.shape[1]
-    rows = (query.to(frames.cos.dtype) * scale).view(batch, kv_heads, heads // kv_heads, width)
+    queries = heads // kv_heads
+    rows = (query.to(frames.cos.dtype) * scale).view(batch, kv_heads, queries, width)
     q0, q1 = rows.unsqueeze(1).chunk(2, dim=-1)
-    cos, sin = frames.cos[:, :, None, None], frames.sin[:, :, None, None]
+    cos = frames.cos[:, :, None, None]
+    sin = frames.sin[:, :, None, None]
     rotated0 = torch.addcmul(q0 * cos, q1, sin)  # (B, tiles, G, H/G, W)
     rotated1 = torch.addcmul(q1 * cos, q0, sin, value=-1)
-    return _scores(rotated0, rotated1, coefficients, frames)
+    keys, pairs = coefficients.shape[-2:]
+    longest = min(frames.tile, keys)
+    scores = frames.buffer("scores", batch, kv_heads, queries, keys)
+    # One product for every coefficient of a tile, or both members of its pair.
+    products = frames.buffer("products", batch, kv_heads, min(queries, 2), longest, pairs)
+    for index, start in enumerate(range(0, keys, frames.tile)):
+        t = coefficients[:, :, start : start + frames.tile]
+        size = t.shape[-2]
+        if t.dtype != scores.dtype:
+            t = frames.buffer("wide", batch, kv_heads, longest, pairs)[:, :, :size].copy_(t)
+        first = frames.first[:size]
+        second = frames.second[:size]
+        product = products[..., :size, :]
+        part = scores[..., start : start + size]
+        if queries == 1:
+            # Rotate the query for every key, then multiply by t.
+            torch.mul(first, rotated0[:, index], out=product[:, :, 0])
+            product = product[:, :, 0].addcmul_(second, rotated1[:, index]).mul_(t)
+            torch.sum(product, -1, out=part[:, :, 0])
+        else:
+            # Several queries share the keys: form both members once, then use a matrix product.
+            torch.mul(t, first, out=product[:, :, 0])
+            torch.mul(t, second, out=product[:, :, 1])
+            rotated = torch.stack((rotated0[:, index], rotated1[:, index]), dim=2)
+            torch.sum(rotated @ product.transpose(-2, -1), 2, out=part)
+    return scores
 
 
 def attend_half_at(
@@ -245,36 +275,3 @@ def weighted_values(scores: Tensor, value: Tensor, mask: Tensor | None) -> Tenso
         # For one row the compiler generates a slow loop; for two it calls the matmul library.
         return (torch.cat((weights, weights), dim=-2) @ value)[..., :1, :]
     return weights @ value
-
-
-def _scores(rotated0: Tensor, rotated1: Tensor, coefficients: Tensor, frames: KeyFrames) -> Tensor:
-    """Q' · K', (B, G, H/G, S), in tiles, from Q' rotated for each, (B, tiles, G, H/G, W)."""
-    batch, _, kv_heads, queries, pairs = rotated0.shape
-    keys = coefficients.shape[-2]
-    longest = min(frames.tile, keys)
-    scores = frames.buffer("scores", batch, kv_heads, queries, keys)
-    products = frames.buffer("products", batch, kv_heads, _products(queries), longest, pairs)
-    for index, start in enumerate(range(0, keys, frames.tile)):
-        t = coefficients[:, :, start : start + frames.tile]
-        size = t.shape[-2]
-        if t.dtype != scores.dtype:
-            t = frames.buffer("wide", batch, kv_heads, longest, pairs)[:, :, :size].copy_(t)
-        first, second, product = frames.first[:size], frames.second[:size], products[..., :size, :]
-        part = scores[..., start : start + size]
-        if queries == 1:
-            # Rotate the query for every key, then multiply by t.
-            torch.mul(first, rotated0[:, index], out=product[:, :, 0])
-            product = product[:, :, 0].addcmul_(second, rotated1[:, index]).mul_(t)
-            torch.sum(product, -1, out=part[:, :, 0])
-        else:
-            # Several queries share the keys: form both members once, then use a matrix product.
-            torch.mul(t, first, out=product[:, :, 0])
-            torch.mul(t, second, out=product[:, :, 1])
-            rotated = torch.stack((rotated0[:, index], rotated1[:, index]), dim=2)
-            torch.sum(rotated @ product.transpose(-2, -1), 2, out=part)
-    return scores
-
-
-def _products(queries: int) -> int:
-    """Products stored per coefficient of a tile, for ``queries`` query heads per key head."""
-    return 1 if queries == 1 else 2

@@ -65,8 +65,9 @@ def attend_by_distance(
         attention_mask: As for `attend`, like the arguments after it.
     """
     tensors = in_autocast(query, key, far_query, far_key, value)
-    (batch, _, queries), keys = query.shape[:3], far_key.shape[2]
-    if batch == 0 or queries == 0:
+    queries = query.shape[-2]
+    keys = far_key.shape[-2]
+    if query.shape[0] == 0 or queries == 0:
         return query.new_zeros(*query.shape[:-1], value.shape[-1])
     if can_be_opaque(queries, attention_mask, dropout):
         return _attend_by_distance(
@@ -84,18 +85,24 @@ def attend_by_distance(
         )
     if consecutive is None:
         consecutive = are_consecutive(query_positions, key_positions, segments)
-    alike = attention_mask is None or attention_mask.dim() < 3 or attention_mask.shape[-3] == 1
-    one = queries == 1 and alike and not dropout and not torch.is_grad_enabled()
-    plain = consecutive and is_causal and attention_mask is None and not dropout
-    plain = plain and (window is None or window >= keys)
-    if plain and not one and can_attend_parts(*tensors):
-        return _attend_in_parts(tensors, near, scale, segments)
     if attention_mask is not None and attention_mask.is_floating_point():
         attention_mask = attention_mask.masked_fill(hidden_by(attention_mask), float("-inf"))
     sight = Sight(queries, keys, attention_mask, segments, is_causal, window, query.device)
     distance = Distance(query_positions, key_positions, near, consecutive)
-    if one:
+    of_all_heads = (
+        attention_mask is None or attention_mask.dim() < 3 or attention_mask.shape[-3] == 1
+    )
+    if queries == 1 and of_all_heads and not dropout and not torch.is_grad_enabled():
         return _attend_one(tensors, sight, distance, scale)
+    if (
+        consecutive
+        and is_causal
+        and attention_mask is None
+        and not dropout
+        and (window is None or window >= keys)
+        and can_attend_parts(*tensors)
+    ):
+        return _attend_in_parts(tensors, near, scale, segments)
     return _attend_joined(tensors, sight, distance, scale, dropout)
 
 
@@ -112,8 +119,8 @@ class Distance(NamedTuple):
 
     def is_near(self, rows: slice, columns: slice) -> Tensor:
         """Whether some keys are near some queries, (1, t, s) or (B, 1, t, s)."""
-        rows_at, columns_at = self.queries[..., rows], self.keys[..., columns]
-        return (rows_at.unsqueeze(-1) - columns_at.unsqueeze(-2) < self.near).unsqueeze(-3)
+        distance = self.queries[..., rows].unsqueeze(-1) - self.keys[..., columns].unsqueeze(-2)
+        return (distance < self.near).unsqueeze(-3)
 
 
 def _attend_one(
@@ -147,28 +154,29 @@ def _attend_joined(
     tensors: tuple[Tensor, ...], sight: Sight, distance: Distance, scale: float, dropout: float
 ) -> Tensor:
     """`attend_by_distance` as attention to near and far keys, of which a mask hides the others."""
-    value, past = tensors[4], sight.keys - sight.queries
-    query, near_keys, far_keys = side_by_side(*tensors[:4])
+    query, key, far_query, far_key, value = tensors
+    past = sight.keys - sight.queries
+    query, near_keys, far_keys = side_by_side(query, key, far_query, far_key)
 
     def block(start: int, rows: Tensor) -> Tensor:
         stop = start + rows.shape[-2]
         seen, mask = sight.of(start, stop)
         # By index, keys between these may be near for one query and far for another.
-        near_from, far_to = seen.start, seen.stop
+        near_from = seen.start
+        far_to = seen.stop
         if distance.consecutive:
             near_from = max(near_from, past + start - distance.near + 1)
             far_to = max(near_from, past + stop - distance.near)
-        near, far = slice(near_from, seen.stop), slice(seen.start, far_to)
+        near = slice(near_from, seen.stop)
+        far = slice(seen.start, far_to)
         is_near = distance.is_near(slice(start, stop), seen)
-        hidden = (
-            restricted(mask, is_near)[..., near_from - seen.start :],
-            restricted(mask, ~is_near)[..., : far_to - seen.start],
-        )
+        near_mask = restricted(mask, is_near)[..., near_from - seen.start :]
+        far_mask = restricted(mask, ~is_near)[..., : far_to - seen.start]
         return attend(
             rows,
             torch.cat((near_keys[..., near, :], far_keys[..., far, :]), dim=-2),
             torch.cat((value[..., near, :], value[..., far, :]), dim=-2),
-            attention_mask=torch.cat(hidden, dim=-1),
+            attention_mask=torch.cat((near_mask, far_mask), dim=-1),
             is_causal=False,
             scale=scale,
             dropout=dropout,
@@ -200,7 +208,8 @@ def attend_half_by_distance(
         scale: Multiplies the scores.
     """
     beyond = coefficients.shape[-2] - near.length
-    others, last = coefficients[..., :beyond, :], coefficients[..., beyond:, :]
+    others = coefficients[..., :beyond, :]
+    last = coefficients[..., beyond:, :]
     if far is None:
         rows = scale * far_query.to(near.first.dtype).unflatten(1, (others.shape[1], -1))
         scores = rows.squeeze(-2) @ others.to(rows).mT
@@ -226,7 +235,8 @@ def _attend_in_parts(
 ) -> Tensor:
     """`attend_by_distance` at consecutive positions, without a mask."""
     query, key, far_query, far_key, value = tensors
-    queries, keys = query.shape[-2], far_key.shape[-2]
+    queries = query.shape[-2]
+    keys = far_key.shape[-2]
     if key.shape[-2] < keys:
         key = F.pad(key, (0, 0, keys - key.shape[-2], 0))
     tensors = (query, key, far_query, far_key, value)

@@ -146,9 +146,9 @@ def _slack_query(q0: Tensor, q1: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _slack_gradient(
     q0: Tensor, q1: Tensor, g0: Tensor, g1: Tensor, cos: Tensor, sin: Tensor
 ) -> Pair:
-    cross, double = 2 * g1 * sin, 2 * cos
-    first = torch.addcmul(cross * q1, (g0 - g1) * double, q0)
-    second = torch.addcmul(cross * q0, (g0 + g1) * double, q1)
+    cross = 2 * g1 * sin
+    first = torch.addcmul(cross * q1, 2 * cos * (g0 - g1), q0)
+    second = torch.addcmul(cross * q0, 2 * cos * (g0 + g1), q1)
     return first, second
 
 

@@ -76,7 +76,8 @@ def linear_turns(
         places = positions - positions[..., :1] + 1
         last = places[..., -1:]
     else:
-        real, positions = mask.bool(), positions.expand(mask.shape)
+        real = mask.bool()
+        positions = positions.expand(mask.shape)
         first = positions.gather(-1, real.long().argmax(-1, keepdim=True))
         places = (positions - first + 1) * real
         last = places.amax(-1, keepdim=True)
@@ -136,7 +137,8 @@ def coca_linear_attention(
         TypeError: If query, key coefficients and value differ in dtype.
     """
     check_operands(query, key_coefficients, value)
-    (length, width), shape = query.shape[2:], key_coefficients.shape
+    length, width = query.shape[2:]
+    shape = key_coefficients.shape
     if shape[2:] != (length, width // 2):
         raise ValueError(
             f"key_coefficients must be {(*shape[:2], length, width // 2)}, one for every query and "
@@ -146,8 +148,16 @@ def coca_linear_attention(
     if positions is None:
         positions = torch.arange(length, device=query.device)
     turns = linear_turns(form, rotation, positions, torch.promote_types(query.dtype, torch.float32))
-    settings = {"form": form, "interleaved": interleaved, "parameters": parameters}
-    return attend_turned(query, key_coefficients, value, turns, state, **settings)
+    return attend_turned(
+        query,
+        key_coefficients,
+        value,
+        turns,
+        state,
+        form=form,
+        interleaved=interleaved,
+        parameters=parameters,
+    )
 
 
 def attend_turned(
@@ -159,7 +169,8 @@ def attend_turned(
     **settings: Any,
 ) -> tuple[Tensor, LinearState]:
     """`coca_linear_attention` at the positions of turns, with the settings of `query_map`."""
-    dtype, width = turns.still[0].dtype, query.shape[-1]
+    dtype = turns.still[0].dtype
+    width = query.shape[-1]
     wide, coefficients, value = (x.to(dtype) for x in (query, key_coefficients, value))
     if get_form(settings["form"]).homogeneous:  # |q|² may exceed the range of numbers
         size = wide.detach().abs().amax(-1, keepdim=True)
@@ -201,16 +212,20 @@ def attend_linear(
         features: f, (B, G, T, P), likewise.
         state: Σ K ⊗ v and Σ f of earlier tokens.
     """
-    (batch, heads, length, width), kv_heads = query.shape, key.shape[1]
-    groups, size = heads // kv_heads, min(CHUNK, length)
-    rows, chunks = groups * size, -(-length // size)
+    batch, heads, length, width = query.shape
+    kv_heads = key.shape[1]
+    groups = heads // kv_heads
+    size = min(CHUNK, length)
+    rows = groups * size
+    chunks = math.ceil(length / size)
     missing = chunks * size - length
     if missing:  # padding by nothing is a copy
         query, key, value = (F.pad(x, (0, 0, 0, missing)) for x in (query, key, value))
     # Query heads of a group are further rows of its chunks.
     q = query.view(batch, kv_heads, groups, chunks, size, width).transpose(2, 3)
     q = q.reshape(batch, kv_heads, chunks, rows, width)
-    k, v = (x.unflatten(2, (chunks, size)) for x in (key, value))
+    k = key.unflatten(2, (chunks, size))
+    v = value.unflatten(2, (chunks, size))
     causal = torch.ones(size, size, dtype=q.dtype, device=q.device).tril().repeat(groups, 1)
     with torch.autocast(query.device.type, enabled=False):  # sums in the dtype of the tensors
         sums = torch.cat((state.products.unsqueeze(2), k.mT @ v), dim=2).cumsum(2)

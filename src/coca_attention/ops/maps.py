@@ -110,12 +110,16 @@ def query_map(
     cos, sin = over_all_pairs(cos, sin, query.shape[-1] // 2, wide)
     scales = scale if factor is None else scale * factor.to(wide)[..., None, :, None]
     pairing = Pairing(form, interleaved, int(span), int(free_pairs))  # torch.jit traces sizes
-    arguments = (query, cos * scales, sin * scales, pairing)
+    cos = cos * scales
+    sin = sin * scales
     if form.gradient is not None:
-        return _call(_QueryMap, _TransformableQueryMap, *arguments)
+        # Without gradients `apply` would slow down decoding.
+        make = _QueryMap.apply if torch.is_grad_enabled() else _effective_query
+        return make(query, cos, sin, pairing)
     if parameters is None:
         parameters = form.initial_parameters(query.shape[1], query.shape[-1] // 2 - free_pairs)
-    return _query(*arguments, {name: x.to(cos).unsqueeze(1) for name, x in parameters.items()})
+    learned = {name: x.to(cos).unsqueeze(1) for name, x in parameters.items()}
+    return _query(query, cos, sin, pairing, learned)
 
 
 def key_map(key_coefficients: Tensor, cos: Tensor, sin: Tensor, *, free_pairs: int = 0) -> Tensor:
@@ -136,7 +140,8 @@ def key_map(key_coefficients: Tensor, cos: Tensor, sin: Tensor, *, free_pairs: i
     """
     wide = torch.promote_types(key_coefficients.dtype, torch.float32)
     cos, sin = over_all_pairs(cos, sin, key_coefficients.shape[-1] - free_pairs, wide)
-    return _call(_KeyMap, _TransformableKeyMap, key_coefficients, cos, sin, free_pairs)
+    make = _KeyMap.apply if torch.is_grad_enabled() else _effective_key
+    return make(key_coefficients, cos, sin, free_pairs)
 
 
 def over_all_pairs(
@@ -150,33 +155,28 @@ def over_all_pairs(
         )
     missing = pairs - cos.shape[-1]
     if missing:
-        cos, sin = F.pad(cos, (0, missing), value=1.0), F.pad(sin, (0, missing))
+        cos = F.pad(cos, (0, missing), value=1.0)
+        sin = F.pad(sin, (0, missing))
     return cos.to(dtype).unsqueeze(-3), sin.to(dtype).unsqueeze(-3)
-
-
-def _call(function: type[Function], transformable: type[Function], *arguments: object) -> Tensor:
-    """Call a `Function`; without gradients skip `apply`, which would slow down decoding."""
-    if not torch.is_grad_enabled():
-        return transformable.forward(*arguments)
-    # torch.func needs a `setup_context`, with which every `apply` binds the signature of `forward`
-    # again: that takes several times as long as the rest of the call.
-    transforms = torch._C._are_functorch_transforms_active()
-    return (transformable if transforms else function).apply(*arguments)
 
 
 def _query(
     query: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing, parameters: dict[str, Tensor]
 ) -> Tensor:
     """Q' computed with PyTorch operations, differentiable by autograd."""
-    form, free_pairs = pairing.form, pairing.free_pairs
     q0, q1 = split_pairs(query.to(cos.dtype), pairing.interleaved, pairing.span)
-    if not free_pairs:
-        return form.query(q0, q1, cos, sin, **parameters).flatten(-2).to(query.dtype)
-    (a0, b0), (a1, b1), (c, free_cos), (s, free_sin) = (
-        (x[..., :-free_pairs], x[..., -free_pairs:]) for x in (q0, q1, cos, sin)
+    collinear = q0.shape[-1] - pairing.free_pairs
+    effective = pairing.form.query(
+        q0[..., :collinear],
+        q1[..., :collinear],
+        cos[..., :collinear],
+        sin[..., :collinear],
+        **parameters,
     )
-    rotated = torch.stack((b0 * free_cos - b1 * free_sin, b0 * free_sin + b1 * free_cos), dim=-2)
-    effective = torch.cat((form.query(a0, a1, c, s, **parameters), rotated), dim=-1)
+    if pairing.free_pairs:
+        q0, q1, c, s = (x[..., collinear:] for x in (q0, q1, cos, sin))
+        rotated = torch.stack((q0 * c - q1 * s, q0 * s + q1 * c), dim=-2)
+        effective = torch.cat((effective, rotated), dim=-1)
     return effective.flatten(-2).to(query.dtype)
 
 
@@ -184,18 +184,16 @@ def _query_gradient(
     query: Tensor, grad: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing
 ) -> Tensor:
     """Gradient of q, given the gradient (g0, g1) of Q'."""
-    form, layout, free_pairs = pairing.form, (pairing.interleaved, pairing.span), pairing.free_pairs
-    assert form.gradient is not None  # others have no `Function`
-    members = split_pairs(query.to(cos.dtype), *layout)
-    inputs = (*members, *grad.to(cos.dtype).chunk(2, -1), cos, sin)
-    if not free_pairs:
-        first, second = form.gradient(*inputs)
-    else:
-        _, _, g0, g1, c, s = (x[..., -free_pairs:] for x in inputs)
-        rotated = torch.addcmul(g0 * c, g1, s), torch.addcmul(g1 * c, g0, s, value=-1)
-        pairs = zip(form.gradient(*(x[..., :-free_pairs] for x in inputs)), rotated, strict=True)
-        first, second = (torch.cat(both, dim=-1) for both in pairs)
-    return join_pairs(first, second, *layout).to(query.dtype)
+    assert pairing.form.gradient is not None  # others have no `Function`
+    q0, q1 = split_pairs(query.to(cos.dtype), pairing.interleaved, pairing.span)
+    g0, g1 = grad.to(cos.dtype).chunk(2, dim=-1)
+    collinear = q0.shape[-1] - pairing.free_pairs
+    first, second = pairing.form.gradient(*(x[..., :collinear] for x in (q0, q1, g0, g1, cos, sin)))
+    if pairing.free_pairs:
+        g0, g1, c, s = (x[..., collinear:] for x in (g0, g1, cos, sin))
+        first = torch.cat((first, torch.addcmul(g0 * c, g1, s)), dim=-1)
+        second = torch.cat((second, torch.addcmul(g1 * c, g0, s, value=-1)), dim=-1)
+    return join_pairs(first, second, pairing.interleaved, pairing.span).to(query.dtype)
 
 
 def _effective_query(query: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing) -> Tensor:
@@ -209,11 +207,13 @@ def _effective_key(coefficients: Tensor, cos: Tensor, sin: Tensor, free_pairs: i
     """K' by the kernel where there is one."""
     if kernels.supports(coefficients):
         return kernels.maps.key_map(coefficients, cos, sin, free_pairs)
-    wide, tables = coefficients.to(cos.dtype), torch.stack((cos, sin), dim=-2)
+    wide = coefficients.to(cos.dtype)
+    tables = torch.stack((cos, sin), dim=-2)
     effective = wide[..., : cos.shape[-1]].unsqueeze(-2) * tables
     if free_pairs:
         second = wide[..., cos.shape[-1] :]
-        c, s = cos[..., -free_pairs:], sin[..., -free_pairs:]
+        c = cos[..., -free_pairs:]
+        s = sin[..., -free_pairs:]
         effective[..., -free_pairs:] += second.unsqueeze(-2) * torch.stack((-s, c), dim=-2)
     return effective.flatten(-2).to(coefficients.dtype)
 
@@ -221,21 +221,16 @@ def _effective_key(coefficients: Tensor, cos: Tensor, sin: Tensor, free_pairs: i
 class _QueryMap(Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing) -> Tensor:
-        _QueryMap.keep(ctx, (query, cos, sin, pairing))
+        ctx.pairing = pairing
+        ctx.save_for_backward(query, cos, sin)
         return _effective_query(query, cos, sin, pairing)
 
     @staticmethod
-    def keep(
-        ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Pairing], output: Tensor | None = None
-    ) -> None:
-        *tensors, ctx.pairing = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (query, cos, sin), form = ctx.saved_tensors, ctx.pairing.form
+        query, cos, sin = ctx.saved_tensors
+        kernel = ctx.pairing.form.kernel
         # Gradients are enabled here for second derivatives, which the kernels do not support.
-        fused = form.kernel is not None and kernels.supports(query) and not torch.is_grad_enabled()
+        fused = kernel is not None and kernels.supports(query) and not torch.is_grad_enabled()
         gradient = kernels.maps.query_gradient if fused else _query_gradient
         return gradient(query, grads[0], cos, sin, ctx.pairing), None, None, None
 
@@ -243,19 +238,15 @@ class _QueryMap(Function):
 class _KeyMap(Function):
     @staticmethod
     def forward(ctx: Any, key: Tensor, cos: Tensor, sin: Tensor, free_pairs: int) -> Tensor:
-        _KeyMap.keep(ctx, (key, cos, sin, free_pairs))
+        ctx.free_pairs = free_pairs
+        ctx.save_for_backward(cos, sin)
         return _effective_key(key, cos, sin, free_pairs)
 
     @staticmethod
-    def keep(
-        ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: Tensor | None = None
-    ) -> None:
-        _, cos, sin, ctx.free_pairs = inputs
-        ctx.save_for_backward(cos, sin)
-
-    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (cos, sin), grad, free_pairs = ctx.saved_tensors, grads[0], ctx.free_pairs
+        cos, sin = ctx.saved_tensors
+        grad = grads[0]
+        free_pairs = ctx.free_pairs
         if kernels.supports(grad) and not torch.is_grad_enabled():
             return kernels.maps.key_gradient(grad, cos, sin, free_pairs), None, None, None
         g0, g1 = grad.to(cos.dtype).chunk(2, dim=-1)
@@ -264,17 +255,3 @@ class _KeyMap(Function):
             f0, f1, c, s = (x[..., -free_pairs:] for x in (g0, g1, cos, sin))
             gradient = torch.cat((gradient, torch.addcmul(f1 * c, f0, s, value=-1)), dim=-1)
         return gradient.to(grad.dtype), None, None, None
-
-
-class _TransformableQueryMap(_QueryMap):
-    """The same, as torch.func needs it."""
-
-    forward = staticmethod(_effective_query)  # pyright: ignore[reportAssignmentType]
-    setup_context = staticmethod(_QueryMap.keep)  # pyright: ignore[reportAssignmentType]
-
-
-class _TransformableKeyMap(_KeyMap):
-    """The same, as torch.func needs it."""
-
-    forward = staticmethod(_effective_key)  # pyright: ignore[reportAssignmentType]
-    setup_context = staticmethod(_KeyMap.keep)  # pyright: ignore[reportAssignmentType]

@@ -54,37 +54,39 @@ def banded_parts(queries: int, keys: int, near: int) -> Iterator[Part]:
 def near_and_far_parts(queries: int, keys: int, near: int) -> Iterator[Part]:
     """Parts of causal attention whose keys are far from a distance of ``near`` on."""
     # Near keys are taken in blocks of as many: those in the query's block and in the one before.
-    past, width = keys - queries, near
-    for block in range(past // width * width, keys, width):
-        first, last = max(block, past), min(block + width, keys)
+    past = keys - queries
+    for block in range(past // near * near, keys, near):
+        first = max(block, past)
+        last = min(block + near, keys)
         rows = slice(first - past, last - past)
         yield from causal_parts(rows.start, rows.stop, slice(block, last))
-        if block and last - width < block:
-            yield Part(rows, slice(last - width, block), "full")
+        if block and last - near < block:
+            yield Part(rows, slice(last - near, block), "full")
         if block and last - first > 1:
-            columns = slice(first - width + 1, last - width)
+            columns = slice(first - near + 1, last - near)
             yield Part(slice(rows.start, rows.stop - 1), columns, "upper")
-    first = max(past, width)
+    first = max(past, near)
     if first < keys:
-        yield from causal_parts(first - past, queries, slice(0, keys - width), far=True)
+        yield from causal_parts(first - past, queries, slice(0, keys - near), far=True)
 
 
 def document_parts(lengths: list[int], queries: int, near: int, banded: bool = False) -> list[Part]:
     """The parts of documents of some lengths, which do not see each other."""
     make = banded_parts if banded else near_and_far_parts
-    parts, past, start = [], sum(lengths) - queries, 0
+    parts = []
+    past = sum(lengths) - queries
+    start = 0
     for length in lengths:
-        first, stop = max(start, past), start + length
+        stop = start + length
+        first = max(start, past)
         if first < stop:
+            row = first - past
             for part in make(stop - first, length, near):
-                rows, columns = _shift(part.rows, first - past), _shift(part.columns, start)
+                rows = slice(row + part.rows.start, row + part.rows.stop)
+                columns = slice(start + part.columns.start, start + part.columns.stop)
                 parts.append(part._replace(rows=rows, columns=columns))
         start = stop
     return parts
-
-
-def _shift(span: slice, by: int) -> slice:
-    return slice(span.start + by, span.stop + by)
 
 
 def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -108,7 +110,8 @@ def can_attend_parts(*tensors: Tensor) -> bool:
 
 def has_windows(*tensors: Tensor) -> bool:
     """Whether FlashAttention, which has windows, takes query, key and value."""
-    query, width = tensors[0], max(x.shape[-1] for x in tensors)
+    query = tensors[0]
+    width = max(x.shape[-1] for x in tensors)
     return (
         query.is_cuda
         and query.numel() > 0
@@ -123,15 +126,12 @@ def has_windows(*tensors: Tensor) -> bool:
     )
 
 
-def attend_parts(
-    parts: list[Part], tensors: Sequence[Tensor], scale: float, sinks: Tensor | None = None
-) -> Tensor:
+def attend_parts(parts: list[Part], tensors: Sequence[Tensor], scale: float) -> Tensor:
     """softmax(scale * scores) V over disjoint parts, of which every query is in at least one.
 
-    The tensors: query, key, far query, far key and value, see `attend_by_distance`. Sinks (H,) as
-    for `attend`.
+    The tensors: query, key, far query, far key and value, see `attend_by_distance`.
     """
-    output = _Parts.apply(parts, scale, sinks, *of_one_width(*tensors))
+    output = _Parts.apply(parts, scale, *of_one_width(*tensors))
     return output[..., : tensors[-1].shape[-1]]
 
 
@@ -148,18 +148,14 @@ class _Parts(torch.autograd.Function):
     """`attend_parts` of tensors of one width."""
 
     @staticmethod
-    def forward(
-        ctx: Any, parts: list[Part], scale: float, sinks: Tensor | None, *tensors: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, parts: list[Part], scale: float, *tensors: Tensor) -> Tensor:
         query = tensors[0]
-        if len(parts) == 1 and sinks is None:
+        if len(parts) == 1:
             output, total = _kernel(parts[0], tensors, scale)
         else:
             wide = torch.promote_types(query.dtype, torch.float32)
             output = torch.zeros_like(query, dtype=wide)
             total = output.new_full(query.shape[:-1], float("-inf"))
-            if sinks is not None:
-                total.copy_(sinks[:, None])
             for part in parts:
                 found, own = _kernel(part, tensors, scale)
                 before = total[..., part.rows]
@@ -169,74 +165,92 @@ class _Parts(torch.autograd.Function):
                 rows += found * (own - after).exp().unsqueeze(-1)
                 before.copy_(after)
         output = output.to(query.dtype)
-        ctx.parts, ctx.scale = parts, scale
-        ctx.save_for_backward(*tensors, output, total, sinks)
+        ctx.parts = parts
+        ctx.scale = scale
+        ctx.save_for_backward(*tensors, output, total)
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, output, total, sinks = ctx.saved_tensors
-        of_sinks = None
-        if sinks is not None:
-            # Attention to a sink gives 0, so it gains by as much as the output is to be reduced.
-            along = (gradients[0] * output).sum(-1, dtype=total.dtype)
-            of_sinks = -((sinks[:, None] - total).exp() * along).sum((0, 2)).to(sinks.dtype)
+        *tensors, output, total = ctx.saved_tensors
         if len(ctx.parts) == 1 and not ctx.parts[0].far:
-            rows = gradients[0], output, total
-            query, key, value = _kernel_backward(ctx.parts[0], tensors, rows, ctx.scale)
-            return None, None, of_sinks, query, key, None, None, value
+            query, key, value = _kernel_backward(
+                ctx.parts[0], tensors, gradients[0], output, total, ctx.scale
+            )
+            return None, None, query, key, None, None, value
         sums = [torch.zeros_like(x, dtype=total.dtype) for x in tensors]
         for part in ctx.parts:
-            rows = (*(x[..., part.rows, :] for x in (gradients[0], output)), total[..., part.rows])
-            found = _kernel_backward(part, tensors, rows, ctx.scale)
+            found = _kernel_backward(
+                part,
+                tensors,
+                gradients[0][..., part.rows, :],
+                output[..., part.rows, :],
+                total[..., part.rows],
+                ctx.scale,
+            )
             for place, x in zip(_cut(part, sums), found, strict=True):
                 place += x
-        return None, None, of_sinks, *(x.to(y.dtype) for x, y in zip(sums, tensors, strict=True))
+        return None, None, *(x.to(y.dtype) for x, y in zip(sums, tensors, strict=True))
 
 
 def _cut(part: Part, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Views of the query, key and value of a part."""
-    query, key = tensors[2:4] if part.far else tensors[:2]
-    return query[..., part.rows, :], key[..., part.columns, :], tensors[4][..., part.columns, :]
+    near_query, near_key, far_query, far_key, value = tensors
+    query = far_query if part.far else near_query
+    key = far_key if part.far else near_key
+    columns = part.columns
+    return query[..., part.rows, :], key[..., columns, :], value[..., columns, :]
 
 
 def _kernel(part: Part, tensors: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
     """Output (B, H, T, D) and logarithmic sums (B, H, T) of a part."""
-    causal, cut = part.shape != "full", _cut(part, tensors)
-    if cut[0].is_cuda:
+    query, key, value = _cut(part, tensors)
+    causal = part.shape != "full"
+    if query.is_cuda:
         output, total, *_ = torch.ops.aten._flash_attention_forward(
-            *(_rows_first(x) for x in cut), None, None, cut[0].shape[-2], cut[1].shape[-2],
-            0.0, causal, False, scale=scale, **_band(part),
+            _rows_first(query), _rows_first(key), _rows_first(value), None, None,
+            query.shape[-2], key.shape[-2], 0.0, causal, False, scale=scale, **_band(part),
         )  # fmt: skip
         return output.transpose(1, 2), total
-    if part.shape == "upper":  # turned around it is causal
-        cut = tuple(x.flip(-2) for x in cut)
-    output, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *cut, 0.0, causal, scale=scale
-    )
-    return (output.flip(-2), total.flip(-1)) if part.shape == "upper" else (output, total)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    if part.shape != "upper":
+        output, total = kernel(query, key, value, 0.0, causal, scale=scale)
+        return output, total
+    # Turned around it is causal.
+    output, total = kernel(query.flip(-2), key.flip(-2), value.flip(-2), 0.0, causal, scale=scale)
+    return output.flip(-2), total.flip(-1)
 
 
 def _kernel_backward(
-    part: Part, tensors: Sequence[Tensor], rows: Sequence[Tensor], scale: float
-) -> tuple[Tensor, ...]:
+    part: Part,
+    tensors: Sequence[Tensor],
+    gradient: Tensor,
+    output: Tensor,
+    total: Tensor,
+    scale: float,
+) -> Sequence[Tensor]:
     """Gradients of a part, from the gradient, the output and the logarithmic sums of its rows."""
-    causal, cut, (gradient, output, total) = part.shape != "full", _cut(part, tensors), rows
+    query, key, value = _cut(part, tensors)
+    causal = part.shape != "full"
     if gradient.is_cuda:
         found = torch.ops.aten._flash_attention_backward(
-            *(_rows_first(x) for x in (gradient, *cut, output)), total.contiguous(), None, None,
-            cut[0].shape[-2], cut[1].shape[-2], 0.0, causal,
+            _rows_first(gradient), _rows_first(query), _rows_first(key), _rows_first(value),
+            _rows_first(output), total.contiguous(), None, None,
+            query.shape[-2], key.shape[-2], 0.0, causal,
             torch.zeros(2, dtype=torch.uint64, device=gradient.device), total.new_empty(0),
             scale=scale, **_band(part),
         )  # fmt: skip
-        return tuple(x.transpose(1, 2) for x in found)
-    if part.shape == "upper":
-        cut, gradient, output = (x.flip(-2) for x in cut), gradient.flip(-2), output.flip(-2)
+        return [x.transpose(1, 2) for x in found]
+    upper = part.shape == "upper"
+    if upper:
+        query, key, value, gradient, output = (
+            x.flip(-2) for x in (query, key, value, gradient, output)
+        )
         total = total.flip(-1)
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient, *cut, output, total, 0.0, causal, scale=scale
+        gradient, query, key, value, output, total, 0.0, causal, scale=scale
     )
-    return tuple(x.flip(-2) for x in found) if part.shape == "upper" else found
+    return [x.flip(-2) for x in found] if upper else found
 
 
 def _rows_first(x: Tensor) -> Tensor:

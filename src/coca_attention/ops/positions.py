@@ -74,7 +74,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False)
     if span < x.shape[-1]:
         rotated = apply_rotary(x[..., :span], cos, sin, interleaved)
         return torch.cat((rotated, x[..., span:]), dim=-1)
-    cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
+    cos = cos.unsqueeze(-3)
+    sin = sin.unsqueeze(-3)
     first, second = split_pairs(x, interleaved)
     rotated = join_pairs(first * cos - second * sin, first * sin + second * cos, interleaved)
     return rotated.to(x.dtype)
@@ -165,11 +166,6 @@ class DistanceMap:
         """Whether far keys of consecutive tokens are equally far apart."""
         return self.group == 1 or self.is_limit
 
-    @property
-    def pairs(self) -> set[int]:
-        """Numbers of rotary pairs that slope and start are given for, where they are tuples."""
-        return {len(x) for x in (self.slope, self.start) if isinstance(x, tuple)}
-
     def far_queries(self, positions: Tensor) -> Tensor:
         """Where queries at positions (..., T) are for far keys: (..., T, 1 or R/2)."""
         return self.far_keys(positions) + _per_pair(self.start, positions)
@@ -247,16 +243,16 @@ class Rotation(RenamedArguments):
             check_real("decay", self.decay)
         if self.settles is not None:
             check_whole("settles, a number of tokens,", self.settles)
-        if self.distance_map is not None:
-            self._check_map(self.distance_map)
-
-    def _check_map(self, found: DistanceMap) -> None:
+        found = self.distance_map
+        if found is None:
+            return
         if not isinstance(found, DistanceMap):
             raise ValueError(
                 "distance_map must be a DistanceMap, such as DistanceMap.limited(4096), got "
                 f"{found!r}"
             )
-        if found.pairs - {self.width // 2}:
+        pairs = {len(x) for x in (found.slope, found.start) if isinstance(x, tuple)}
+        if pairs - {self.width // 2}:
             raise ValueError(
                 f"slope and start of a distance map are numbers or have one per rotary pair, here "
                 f"{self.width // 2}; got {found}"

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from coca_attention.ops.decoding import KeyFrames
 
 # Programs per multiprocessor, enough to hide memory latency; those of a single query are one warp.
-PROGRAMS, SINGLE_PROGRAMS = 4, 32
+PROGRAMS = 4
+SINGLE_PROGRAMS = 32
 SPLITS = 256
 
 
@@ -40,7 +41,8 @@ def _scores(
     if ROWS == 1:
         scores = tl.sum(t * (q0 * cos_r + q1 * sin_r), 1)
     else:
-        first, second = tl.trans((t * cos_r).to(dtype)), tl.trans((t * sin_r).to(dtype))
+        first = tl.trans((t * cos_r).to(dtype))
+        second = tl.trans((t * sin_r).to(dtype))
         scores = tl.dot(q0.to(dtype), first, input_precision=PRECISION)
         scores += tl.dot(q1.to(dtype), second, input_precision=PRECISION)
     return scores
@@ -78,8 +80,10 @@ def _parts(
     batch = (tl.program_id(0) // KV_HEADS).to(tl.int64)
     kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)
     split = tl.program_id(1)
-    row, pair = tl.arange(0, M), tl.arange(0, PAIRS)
-    slot, column = tl.arange(0, N), tl.arange(0, COLUMNS)
+    row = tl.arange(0, M)
+    pair = tl.arange(0, PAIRS)
+    slot = tl.arange(0, N)
+    column = tl.arange(0, COLUMNS)
     dtype = coefficients.dtype.element_ty
 
     inside = (row[:, None] < ROWS) & (pair[None, :] < HALF)
@@ -106,7 +110,8 @@ def _parts(
             t_start + index[:, None] * t_row + pair[None, :],
             mask=in_range[:, None] & (pair[None, :] < HALF), other=0.0,
         ).to(tl.float32)  # fmt: skip
-        r0, r1 = q0 * c + q1 * s, q1 * c - q0 * s
+        r0 = q0 * c + q1 * s
+        r1 = q1 * c - q0 * s
         scores = scale * _scores(r0, r1, t, cos_r, sin_r, dtype, ROWS, PRECISION)
         if MASKED:
             scores += tl.load(mask + batch * m_batch + index, mask=in_range, other=float("-inf"))
@@ -135,7 +140,8 @@ def _combine(
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
-    split, column = tl.arange(0, SPLITS), tl.arange(0, COLUMNS)
+    split = tl.arange(0, SPLITS)
+    column = tl.arange(0, COLUMNS)
     offset = head * splits + split
     highest = tl.load(largest + offset, mask=split < splits, other=float("-inf"))
     weight = tl.load(total + offset, mask=split < splits, other=0.0)
@@ -158,8 +164,11 @@ def attend_half(
     """See `coca_attention.ops.decoding.attend_half`."""
     batch, heads, _, width = query.shape
     kv_heads, keys = coefficients.shape[1:3]
-    half, value_width = width // 2, value.shape[-1]
-    query, coefficients, value = (_dense_rows(x) for x in (query, coefficients, value))
+    half = width // 2
+    value_width = value.shape[-1]
+    query, coefficients, value = (
+        x if x.stride(-1) == 1 else x.contiguous() for x in (query, coefficients, value)
+    )
     mask = query  # a placeholder that is never read
     if attention_mask is not None:
         mask = attention_mask
@@ -169,7 +178,10 @@ def attend_half(
     tiles = frames.cos.shape[1]
     rows = heads // kv_heads
     programs = SINGLE_PROGRAMS if rows == 1 else PROGRAMS
-    wanted = triton.cdiv(programs * _multiprocessors(query.device), batch * kv_heads)
+    multiprocessors = 4  # of Triton's interpreter
+    if query.is_cuda:
+        multiprocessors = torch.cuda.get_device_properties(query.device).multi_processor_count
+    wanted = triton.cdiv(programs * multiprocessors, batch * kv_heads)
     tiles_per_split = triton.cdiv(tiles, max(1, min(wanted, tiles, SPLITS)))
     splits = triton.cdiv(tiles, tiles_per_split)
     sums = query.new_empty(batch * heads, splits, value_width, dtype=torch.float32)
@@ -198,13 +210,3 @@ def attend_half(
             WIDTH=value_width, COLUMNS=columns, SPLITS=triton.next_power_of_2(splits),
         )  # fmt: skip
     return output
-
-
-def _dense_rows(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4  # Triton's interpreter
-    return torch.cuda.get_device_properties(device).multi_processor_count

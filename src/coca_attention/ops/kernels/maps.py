@@ -119,7 +119,8 @@ def _query_gradient(
         else:
             square = q0 * q0 + q1 * q1
             along = tl.where(square > 0, along * tl.rsqrt(tl.where(square > 0, square, 1.0)), 0.0)
-        out0, out1 = along * q0, along * q1
+        out0 = along * q0
+        out1 = along * q1
     if FREE:
         free = pair >= WIDTH // 2 - FREE
         out0 = tl.where(free, g0 * c + g1 * s, out0)
@@ -142,7 +143,8 @@ def _key_map(
     c, s = _load_tables(cos, sin, batch, row, pair, c_batch, c_row, HALF)
     pointer = coefficients + batch * t_batch + head * t_head + row * t_row + pair * t_width
     t = _load(pointer, mask)
-    out0, out1 = t * c, t * s
+    out0 = t * c
+    out1 = t * s
     if FREE:
         # The second members of free pairs follow the first members of all pairs.
         second = _load(pointer + FREE * t_width, mask & (pair >= HALF - FREE))
@@ -215,7 +217,8 @@ def _launch(
         output = first.new_empty(shape)
     if 0 in shape:
         return output
-    cos, sin = cos.float().contiguous(), sin.float().contiguous()
+    cos = cos.float().contiguous()
+    sin = sin.float().contiguous()
     strides = [stride for x in tensors for stride in x.stride()] + [*output.stride()[:3]]
     strides.append(cos.stride(0) if cos.dim() == 4 and cos.shape[0] > 1 else 0)
     strides.append(cos.stride(-2) if cos.shape[-2] > 1 else 0)
