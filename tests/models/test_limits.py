@@ -264,7 +264,9 @@ def test_what_cannot_work_is_refused():
         CoCALlamaConfig.from_dict(values)
     model = limited("Llama").float()
     model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="eager or flex_attention; got flash_attention_2"):
+    with pytest.raises(
+        ValueError, match="sdpa or eager; got flash_attention_2: load the model with"
+    ):
         model(some_tokens(model), use_cache=False)
     model.config.is_causal = False
     with pytest.raises(ValueError, match="distance_map are for causal models"):
