@@ -199,6 +199,17 @@ def test_one_token_is_scored_without_forming_keys(family, form, distance_map, mo
     assert difference(ours.double(), half(*tensors, **options)) < 0.05
 
 
+def test_rotary_models_of_older_versions_are_read_as_such():
+    """Those had another form, and a number of free pairs."""
+    model = limited("Llama")
+    values = model.config.to_dict()
+    assert values["coca_form"] == "rope"
+    old = CoCALlamaConfig.from_dict(values | {"coca_form": "strict", "coca_free_pairs": 4})
+    assert (old.coca_form, attention_of(old)) == ("rope", "rope")
+    some = CoCALlamaConfig.from_dict(values | {"coca_form": "strict", "coca_free_pairs": 3})
+    assert attention_of(some) == "strict"
+
+
 @pytest.mark.parametrize("leak", [None, 0.3])
 @pytest.mark.parametrize("family", ["Llama", "Gemma 3"])
 def test_configurations_of_older_versions_are_read(family, leak, tmp_path):

@@ -21,6 +21,7 @@ from transformers import Cache, LlamaModel, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention.layer import attend_linear_cached, project_collinear
+from coca_attention.models.configuration import score_form
 from coca_attention.models.layer_pass import Mask, Pass
 from coca_attention.models.projections import AttentionLayout, head_norm, replace_key_projection
 from coca_attention.models.rotary import Angles
@@ -95,9 +96,11 @@ class CollinearAttention(nn.Module):
 
     def _form(self) -> dict[str, Any]:
         """Settings of `query_map` that do not depend on the pass."""
-        learned = getattr(self, "form_parameters", None)
-        interleaved = self.layout.interleaved
-        return {"form": self.config.coca_form, "interleaved": interleaved, "parameters": learned}
+        return {
+            "form": score_form(self.config),
+            "interleaved": self.layout.interleaved,
+            "parameters": getattr(self, "form_parameters", None),
+        }
 
     def forward(
         self,

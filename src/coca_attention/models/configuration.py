@@ -9,7 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from coca_attention.errors import UserError
 from coca_attention.models.frequencies import PARAMETERS, StockRule
-from coca_attention.ops import RULES, DistanceMap, Rotation, Rule, get_form
+from coca_attention.ops import RULES, DistanceMap, Rotation, Rule, ScoreForm, get_form
 from coca_attention.ops.checks import check_heads, check_whole, check_width
 from coca_attention.ops.forms import check_shift_invariant
 from coca_attention.ops.linear import check_linear
@@ -38,6 +38,8 @@ UNSUPPORTED = {
     "num_kv_shared_layers": "uses the keys of a layer in others",
 }
 """Fields of configurations by which attention does something that a CoCA model's does not."""
+ROTARY = "rope"
+"""``coca_form`` of models whose pairs are all free: their attention is rotary."""
 LETTERS = {"l": LOCAL, "g": GLOBAL}
 WITHOUT_POSITIONS = ("cohere2", "afmoe")
 """Model types whose layers with full attention have no positions, which no field says."""
@@ -82,6 +84,11 @@ def own_window(config: PreTrainedConfig) -> int | None:
     return (config.sliding_window or None) if "sliding_window" in known else None
 
 
+def _kinds(config: PreTrainedConfig) -> list[str]:
+    """The types that some layers have."""
+    return sorted(set(getattr(config, "layer_types", None) or {GLOBAL}))
+
+
 def window_of(config: PreTrainedConfig, layer_type: str | None = None) -> int | None:
     """Tokens that a query sees in layers of a type, its own included; None for all."""
     kinds = {layer_type} if layer_type else set(layer_types(config))
@@ -90,19 +97,24 @@ def window_of(config: PreTrainedConfig, layer_type: str | None = None) -> int | 
 
 def free_pairs(config: PreTrainedConfig, layer_type: str | None = None) -> int:
     """Free pairs F of a CoCA model's heads in layers of a type."""
+    if config.coca_form == ROTARY:
+        return head_width(config) // 2
     given = config.coca_free_pairs
     return given.get(layer_type or GLOBAL, 0) if isinstance(given, dict) else given
 
 
+def score_form(config: PreTrainedConfig) -> ScoreForm:
+    """The form of a CoCA model's collinear pairs: any if it has none."""
+    return get_form("strict" if config.coca_form == ROTARY else config.coca_form)
+
+
 def attention_of(config: PreTrainedConfig) -> str | None:
     """The name of a CoCA model's score form, ``rope``, ``alibi``, or None for any other model."""
-    if hasattr(config, "coca_form"):  # with all pairs free it is rotary attention
-        kinds = set(getattr(config, "layer_types", None) or (GLOBAL,))
-        pairs = head_width(config) // 2
-        return "rope" if all(free_pairs(config, k) == pairs for k in kinds) else config.coca_form
+    if hasattr(config, "coca_form"):
+        return config.coca_form
     if config.model_type == "alibi_gpt_neox" or getattr(config, "alibi", False):
         return "alibi"
-    return "rope" if getattr(config, "rope_parameters", None) else None
+    return ROTARY if getattr(config, "rope_parameters", None) else None
 
 
 def made_for(config: PreTrainedConfig) -> tuple[int | None, str]:
@@ -330,9 +342,9 @@ class CoCAConfig:
 
     Args:
         coca_form: Name of the score form: ``slack`` (the paper's Eq. 10), ``strict`` (Eq. 9),
-            ``magnitude``, or a registered form.
+            ``magnitude``, a registered form, or ``rope``: rotary attention, all pairs are free.
         coca_free_pairs: Number of pairs per head, the last ones, that are scored by ordinary rotary
-            attention; a dictionary if it differs between layer types.
+            attention; a dictionary if it differs between layer types. Not read with ``rope``.
         kv_cache: What is cached besides the values. ``full``: the effective keys, as wide as a
             head; works everywhere. ``half``: the coefficients before rotation, half as wide
             (without free pairs); with a ``distance_map`` whose slope is not 1, or that has groups,
@@ -353,6 +365,9 @@ class CoCAConfig:
             kwargs["layer_types"] = [STATEFUL] * self.num_hidden_layers
         self.rope_parameters = with_distance_map(self.rope_parameters)
         super().__post_init__(**kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        # Rotary models of older versions have another form, of no pairs.
+        if all(free_pairs(self, kind) == head_width(self) // 2 for kind in _kinds(self)):
+            self.coca_form = ROTARY
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -366,10 +381,11 @@ class CoCAConfig:
             parents.validate_architecture()  # pyright: ignore[reportAttributeAccessIssue]
         if unsupported(self):
             raise ValueError(f"a CoCA model cannot do what this one does: it {unsupported(self)}")
-        form, width, heads = get_form(self.coca_form), head_width(self), self.num_attention_heads
+        form = score_form(self)
+        width = head_width(self)
+        heads = self.num_attention_heads
         check_width(width)
         check_heads(heads, getattr(self, "num_key_value_heads", None) or heads)
-        kinds = sorted(set(getattr(self, "layer_types", None) or {GLOBAL}))
         if LOCAL in layer_types(self):
             # A window of one token, the query's, leaves no cache, which Transformers never empties.
             smallest = 1 if self._sees_both_directions else 2
@@ -377,7 +393,7 @@ class CoCAConfig:
             check_whole(f"sliding_window of {LOCAL} layers", window, smallest)
         if self.coca_linear:
             self._check_linear()
-        for layer_type in kinds:
+        for layer_type in _kinds(self):
             free, turning = free_pairs(self, layer_type), rotation(self, layer_type)
             check_whole("coca_free_pairs", free, 0, width // 2)
             if turning.width > width:
@@ -414,7 +430,7 @@ class CoCAConfig:
                 "linear attention sees the whole text: set sliding_window=None; got "
                 f"{self.sliding_window}"
             )
-        check_linear(get_form(self.coca_form), rotation(self))
+        check_linear(score_form(self), rotation(self))
 
     def validate_rope(self: Any) -> None:
         """Transformers' checks of ``rope_parameters``; `rotation` checks our own rules."""
@@ -439,11 +455,10 @@ def role_fields(roles: Roles, form: str, config: PreTrainedConfig, length: int) 
             f"layers {roles.layers} needs a model of at least {len(roles.layers)} layers, got "
             f"{num_layers}: use a shorter pattern"
         )
-    pairs, rotary = head_width(config) // 2, form == "rope"
+    pairs = head_width(config) // 2
     changed = {
-        # The form of a model whose pairs are all free does not matter.
-        "coca_form": "strict" if rotary else form,
-        "coca_free_pairs": {LOCAL: pairs if rotary else 0, GLOBAL: pairs},
+        "coca_form": form,
+        "coca_free_pairs": {LOCAL: pairs if form == ROTARY else 0, GLOBAL: pairs},
         "layer_types": [LETTERS[x] for x in (roles.layers * num_layers)[:num_layers]],
         # Some families apply a window in all layers if there is one.
         "sliding_window": (roles.window or max(2, length // 8)) if "l" in roles.layers else None,

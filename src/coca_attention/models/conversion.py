@@ -259,9 +259,6 @@ def _added_fields(config: PreTrainedConfig, wanted: Conversion) -> dict[str, Any
         "coca_free_pairs": wanted.free_pairs,
         "kv_cache": wanted.kv_cache,
     }
-    if wanted.form == "rope":
-        # The form of a model whose pairs are all free does not matter.
-        added |= {"coca_form": "strict", "coca_free_pairs": head_width(config) // 2}
     if wanted.roles is None and not wanted.limits_distances:
         return added
     length = wanted.length or training_length(config)

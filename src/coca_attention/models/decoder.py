@@ -25,6 +25,7 @@ from coca_attention.models.configuration import (
     has_own_roles,
     keeps_coefficients,
     rotation,
+    score_form,
 )
 from coca_attention.models.key_positions import KeyPositions, Reading
 from coca_attention.models.layer_pass import Band, Mask, Pass
@@ -220,8 +221,8 @@ class CollinearModel(CollinearPreTrained):
                 )
             mask = mask[:, -reading.length :]
         dtype = torch.promote_types(self.dtype, torch.float32)
-        settings = self.config.coca_form, rotation(self.config)
-        return linear_turns(*settings, positions, dtype, mask), mask
+        form = score_form(self.config)
+        return linear_turns(form, rotation(self.config), positions, dtype, mask), mask
 
     def _roles(
         self, reading: Reading, band: Band | None, caches: bool

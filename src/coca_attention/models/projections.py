@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from coca_attention.errors import UserError
-from coca_attention.models.configuration import free_pairs, rotation
-from coca_attention.ops import fold, get_form
+from coca_attention.models.configuration import free_pairs, rotation, score_form
+from coca_attention.ops import fold
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ def replace_key_projection(attention: Any) -> None:
 def initial_form_parameters(attention: Any) -> dict[str, Tensor]:
     """Initial values of the learned parameters of an attention module's score form."""
     config = attention.config
-    sizes = config.num_attention_heads, attention.head_dim // 2 - attention.free_pairs
-    return get_form(config.coca_form).initial_parameters(*sizes)
+    collinear = attention.head_dim // 2 - attention.free_pairs
+    return score_form(config).initial_parameters(config.num_attention_heads, collinear)
 
 
 def _from_rows(
