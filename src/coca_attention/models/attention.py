@@ -79,8 +79,13 @@ class CollinearAttention(nn.Module):
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, T, D) before rotation, coefficients (B, G, T, P + F) and V (B, G, T, D)."""
-        norms = (head_norm(self, name, self.layout) for name in ("q_norm", "t_norm"))
-        return project_collinear(self, hidden_states, self.config.coca_linear, *norms)
+        return project_collinear(
+            self,
+            hidden_states,
+            self.config.coca_linear,
+            q_norm=head_norm(self, "q_norm", self.layout),
+            t_norm=head_norm(self, "t_norm", self.layout),
+        )
 
     def map_query(self, projected: Tensor, angles: Angles, cos: Tensor, sin: Tensor) -> Tensor:
         """Q' of q before rotation, both (B, H, T, D), with these tables and the angles' factor."""
@@ -128,7 +133,8 @@ class CollinearAttention(nn.Module):
         stored = coefficients
         if not layer.half:
             # Tables of this pass: what the cache has already is rotated.
-            cos, sin = layer.angles.cos, layer.angles.sin
+            cos = layer.angles.cos
+            sin = layer.angles.sin
             stored = key_map(coefficients, cos, sin, free_pairs=self.free_pairs)
         if cache is not None:
             check_cache_width(cache, self.layer_idx, stored.shape[-1])

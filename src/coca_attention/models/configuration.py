@@ -124,8 +124,10 @@ def made_for(config: PreTrainedConfig) -> tuple[int | None, str]:
     `original_length`. Public configurations say it in several ways; where they leave it open, the
     reason begins with "assumed". None if nothing says it.
     """
-    longest, rope = getattr(config, "max_position_embeddings", None), rope_parameters(config)
-    kind, factor = rope.get("rope_type", "default"), rope.get("factor") or 1.0
+    longest = getattr(config, "max_position_embeddings", None)
+    rope = rope_parameters(config)
+    kind = rope.get("rope_type", "default")
+    factor = rope.get("factor") or 1.0
     given = rope.get("original_max_position_embeddings")
     chunks = getattr(config, "dual_chunk_attention_config", None) or {}
     if chunks.get("original_max_position_embeddings"):  # Qwen2.5-1M
@@ -171,7 +173,8 @@ def training_length(config: PreTrainedConfig) -> int | None:
 
 def original_length(config: PreTrainedConfig) -> int | None:
     """The length in tokens that a rotary rule scales from; without a rule, the training length."""
-    rope, length = rope_parameters(config), training_length(config)
+    rope = rope_parameters(config)
+    length = training_length(config)
     given = rope.get("original_max_position_embeddings")
     if given is None and length is not None and rope.get("rope_type") == "linear":
         return round(length / rope["factor"])
@@ -203,8 +206,10 @@ def unsupported(config: PreTrainedConfig) -> str | None:
 
 def has_own_roles(config: PreTrainedConfig) -> bool:
     """Whether a CoCA model gives local and global layers masks and rotations of their own."""
-    kinds, rope = getattr(config, "layer_types", None) or (), rope_parameters(config)
-    if LOCAL not in kinds or not hasattr(config, "coca_form"):
+    rope = rope_parameters(config)
+    if LOCAL not in (getattr(config, "layer_types", None) or ()) or not hasattr(
+        config, "coca_form"
+    ):
         return False
     if rope is not (config.rope_parameters or {}):  # a set for each layer type
         return False
@@ -246,7 +251,8 @@ def rotation(config: PreTrainedConfig, layer_type: str | None = None) -> Rotatio
         )
     longest = getattr(config, "max_position_embeddings", None)
     trained = rope.get("original_max_position_embeddings") or longest  # as Transformers reads it
-    made, settles = _rule(rope_type, rope, trained, longest), None
+    made = _rule(rope_type, rope, trained, longest)
+    settles = None
     options = {
         name: rope[key] for key, name in ROTATION_FIELDS.items() if rope.get(key) is not None
     }
@@ -303,9 +309,10 @@ def with_distance_map(rope: dict[str, Any] | None) -> dict[str, Any] | None:
     if rope is None:
         return None
     rope = {key: with_distance_map(x) if isinstance(x, dict) else x for key, x in rope.items()}
-    near, slope = rope.pop("max_distance", None), rope.pop("leak", None)
+    near = rope.pop("max_distance", None)
+    slope = rope.pop("leak", None) or 0.0
     if near is not None:
-        rope["distance_map"] = asdict(DistanceMap.leaky(near, slope or 0.0))
+        rope["distance_map"] = asdict(DistanceMap.leaky(near, slope))
     return rope
 
 
@@ -394,7 +401,8 @@ class CoCAConfig:
         if self.coca_linear:
             self._check_linear()
         for layer_type in _kinds(self):
-            free, turning = free_pairs(self, layer_type), rotation(self, layer_type)
+            free = free_pairs(self, layer_type)
+            turning = rotation(self, layer_type)
             check_whole("coca_free_pairs", free, 0, width // 2)
             if turning.width > width:
                 raise ValueError(
@@ -444,7 +452,8 @@ def role_fields(roles: Roles, form: str, config: PreTrainedConfig, length: int) 
     The form is that of the local layers, or ``rope``; the length is L. UserError if the model has
     too few layers, or rotary parameters per layer type.
     """
-    num_layers, rope = config.num_hidden_layers, rope_parameters(config)
+    num_layers = config.num_hidden_layers
+    rope = rope_parameters(config)
     if rope is not (config.rope_parameters or {}):
         raise UserError(
             f"roles need one set of rotary parameters; {config.model_type} has rotary parameters "

@@ -155,8 +155,10 @@ class CollinearModel(CollinearPreTrained):
             **kwargs,
         )
         if decoder_pass.positions is not None:
-            # Without a cache Transformers may have made one.
-            decoder_pass.positions.keep_in(cache or _cache_of(output))
+            if cache is None:  # then Transformers may have made one
+                parts = output if isinstance(output, tuple) else output.to_tuple()
+                cache = next((part for part in parts if isinstance(part, Cache)), None)
+            decoder_pass.positions.keep_in(cache)
         return output
 
     def _pass(self, reading: Reading, use_cache: bool | None) -> Pass:
@@ -208,7 +210,8 @@ class CollinearModel(CollinearPreTrained):
 
     def _linear(self, reading: Reading) -> tuple[Turns, Tensor | None]:
         """Positions of linear attention, and which of the tokens of this pass are real."""
-        mask, positions = reading.mask, reading.position_ids
+        mask = reading.mask
+        positions = reading.position_ids
         if reading.is_placed and mask is None and reading.cache is None:
             _check_one_document(positions)  # elsewhere Transformers looks for no documents
         if isinstance(mask, dict):  # that Transformers made for a static cache
@@ -231,8 +234,10 @@ class CollinearModel(CollinearPreTrained):
         cache = reading.cache
         if cache is None and caches:  # one that will be made: then gaps begin no documents
             cache = DynamicCache()
-        shape, positions = (reading.batch, reading.length, 0), reading.position_ids
-        like = torch.empty(shape, dtype=self.dtype, device=positions.device)
+        positions = reading.position_ids
+        like = torch.empty(
+            reading.batch, reading.length, 0, dtype=self.dtype, device=positions.device
+        )
         found = {}
         for kind, make in MASKS.items():
             if kind not in self.config.layer_types:
@@ -244,12 +249,6 @@ class CollinearModel(CollinearPreTrained):
                 made = make(self.config, like, reading.mask, cache, positions)
             found[kind] = made, self.rotary_emb(like, positions, kind)
         return found
-
-
-def _cache_of(output: Any) -> Cache | None:
-    """The cache that a decoder returns."""
-    parts = output if isinstance(output, tuple) else output.to_tuple()
-    return next((x for x in parts if isinstance(x, Cache)), None)
 
 
 def _check_one_document(position_ids: Tensor) -> None:

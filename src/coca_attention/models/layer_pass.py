@@ -230,9 +230,14 @@ class LayerPass(NamedTuple):
 
         None where tokens are not consecutive.
         """
-        tile, pairs = tile_length(coefficients, query.shape[1]), self.module.head_dim // 2
-        slots = self.layer_type, self.first + start, coefficients.shape[-2]
-        return self._at.frames(*slots, pairs, tile, far)
+        return self._at.frames(
+            self.layer_type,
+            self.first + start,
+            coefficients.shape[-2],
+            pairs=self.module.head_dim // 2,
+            tile=tile_length(coefficients, query.shape[1]),
+            far=far,
+        )
 
     def attend_half(
         self, projected: Tensor, query: Tensor, stored: Tensor, value: Tensor
@@ -255,7 +260,8 @@ class LayerPass(NamedTuple):
     def _far_query(self, projected: Tensor) -> Tensor:
         """Queries for far keys: see `attend_by_distance`."""
         assert self.angles.far is not None
-        query = self.module.map_query(projected, self.angles, *self.angles.far.tables)
+        cos, sin = self.angles.far.tables
+        query = self.module.map_query(projected, self.angles, cos, sin)
         if self._distance_map.is_limit:
             return far_query_map(query, self.module.free_pairs)
         return query
@@ -264,10 +270,11 @@ class LayerPass(NamedTuple):
         self, projected: Tensor, query: Tensor, stored: Tensor, value: Tensor
     ) -> Attended:
         """Attention with a distance map."""
-        length, consecutive = query.shape[-2], self._at.consecutive
+        consecutive = self._at.consecutive
         if self._begins(query) and not consecutive:
             consecutive = self._at.begins_consecutive
-            stored, value = stored[..., :length, :], value[..., :length, :]
+            stored = stored[..., : query.shape[-2], :]
+            value = value[..., : query.shape[-2], :]
         keys = stored.shape[-2]
         key, far_key = self._near_and_far(query, stored)
         query_positions, key_positions = self._at.places(self.first, keys)
@@ -293,7 +300,8 @@ class LayerPass(NamedTuple):
         """Near keys, from the first on that may be near, and far keys, of all that are stored."""
         if not self.half:
             return stored, stored
-        keys, free_pairs = stored.shape[-2], self.module.free_pairs
+        keys = stored.shape[-2]
+        free_pairs = self.module.free_pairs
         distance_map = self._distance_map
         cos, sin = self.key_tables(keys)
         if distance_map.shares_keys:
@@ -339,8 +347,8 @@ class LayerPass(NamedTuple):
         places = None
         if decay is not None:
             if self._begins(query):
-                length = query.shape[-2]
-                key, value = key[..., :length, :], value[..., :length, :]
+                key = key[..., : query.shape[-2], :]
+                value = value[..., : query.shape[-2], :]
             places = self._at.places(self.first, key.shape[-2])
         options = self._options(key.shape[-2])
         output = attend(query, key, value, bias=decay, positions=places, **options)
@@ -368,8 +376,8 @@ class LayerPass(NamedTuple):
         """The mask with the decay added, in float32 or wider."""
         assert self.angles.decay is not None
         wide = torch.promote_types(query.dtype, torch.float32)
-        places = self._at.places(self.first, keys)
-        return with_bias(self.dense, self.angles.decay(*places, wide).unsqueeze(1))
+        queries, slots = self._at.places(self.first, keys)
+        return with_bias(self.dense, self.angles.decay(queries, slots, wide).unsqueeze(1))
 
 
 def halve_static_keys(module: Any) -> Any:

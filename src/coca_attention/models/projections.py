@@ -87,7 +87,8 @@ def replace_key_projection(attention: Any) -> None:
     layout = attention.layout
     attention.free_pairs = free_pairs(attention.config, getattr(attention, "layer_type", None))
     if layout.split_fused is not None:
-        fused, split = getattr(attention, str(layout.fused_name)), layout.split_fused
+        fused = getattr(attention, str(layout.fused_name))
+        split = layout.split_fused
         attention.q_proj, attention.k_proj, attention.v_proj = (
             _from_rows(fused, lambda x, i=i: split(attention, x)[i]) for i in range(3)
         )
@@ -102,7 +103,8 @@ def replace_key_projection(attention: Any) -> None:
         # If the two members are independent, pair means of normalised keys are 1/√2 as large as
         # the keys, but the T norm scales them to 1: divide its weight by √2.
         # Free pairs keep theirs: a small weight would not survive + 1 - 1.
-        old, offset = attention.k_norm.weight, layout.norm_offset
+        old = attention.k_norm.weight
+        offset = layout.norm_offset
         weight = fold_heads(attention, old.detach().double())
         pairs, free = attention.head_dim // 2, attention.free_pairs
         turning = weight.unflatten(-1, (-1, pairs + free))[..., : pairs - free]
@@ -135,5 +137,6 @@ def _from_rows(
             value = rows(parameter.detach().t()).t().clone(memory_format=torch.contiguous_format)
             parameter = nn.Parameter(value, requires_grad=parameter.requires_grad)
         new.register_parameter(name, parameter)
-    new.in_features, new.out_features = projection.in_features, len(new.weight)
+    new.in_features = projection.in_features
+    new.out_features = len(new.weight)
     return new
