@@ -62,7 +62,7 @@ OUTSIDE = {
     "layer": {"torch"},
     "roles": set(),
     "method_names": set(),
-    "models": {"torch", "transformers", "huggingface_hub"},  # which Transformers requires
+    "models": {"torch", "transformers", "huggingface_hub", "safetensors"},  # which Transformers requires
     "testing": {"torch", "transformers"},
 }
 
