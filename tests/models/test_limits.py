@@ -24,7 +24,7 @@ from coca_attention.models.configuration import (
     rotation,
 )
 from coca_attention.models.conversion import Conversion
-from coca_attention.ops import DistanceMap, Rotation, coca_attention, key_frames
+from coca_attention.ops import DistanceMap, Rotation, key_frames
 from coca_attention.ops.distances import attend_half_by_distance
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
 from commands import run
@@ -158,27 +158,6 @@ def test_a_window_that_the_family_ignores_is_none():
     models[1].config.sliding_window = 4
     ids = some_tokens(models[0], length=40)
     assert torch.equal(*(logits(model, ids) for model in models))
-
-
-@pytest.mark.parametrize("distance_map", MAPS)
-@pytest.mark.parametrize("family", VARIED)
-def test_a_layer_is_the_operator(family, distance_map):
-    model, calls = limited(family, "magnitude", distance_map), []
-    ids = some_tokens(model, length=30)
-    layer = attentions(model)[-1]
-    output = layer.get_submodule(layer.layout.output_name)
-    layer.register_forward_pre_hook(
-        lambda m, a, k: calls.append(a[0] if a else k["hidden_states"]), with_kwargs=True
-    )
-    output.register_forward_pre_hook(lambda m, a: calls.append(a[0]))
-    logits(model, ids)
-    turning = rotation(model.config, getattr(layer, "layer_type", None))
-    assert turning.distance_map == distance_map
-    options = {"interleaved": layer.layout.interleaved, "scale": layer.scaling}
-    with torch.no_grad():
-        tensors = layer.project(calls[0])
-        expected = coca_attention(*tensors, form="magnitude", rotation=turning, **options)
-    assert difference(calls[1], expected.transpose(1, 2).flatten(2)) < 1e-12
 
 
 @pytest.mark.parametrize("distance_map", [each for each in MAPS if each.has_equal_steps])
