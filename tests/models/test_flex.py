@@ -1,4 +1,4 @@
-"""FlexAttention computes what SDPA does: CoCA, layers with roles, limited distances."""
+"""FlexAttention computes CoCA and layers with roles as SDPA does; what it cannot is refused."""
 
 import pytest
 import torch
@@ -6,7 +6,9 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
-from families import MODELS, left_padded, made, read_in_pieces
+from families import left_padded, made, read_in_pieces
+
+MODELS = ["strict", "roles"]
 
 
 def dense(query, key, value, *, score_mod, block_mask, scale, enable_gqa, **_):
@@ -61,6 +63,16 @@ def test_caches(pair):
     whole = logits(pair[0], ids)
     assert difference(read_in_pieces(pair[1], ids, (20, 27, 30)), whole) < 1e-11
     assert difference(decoded_logits(pair[1], ids), whole) < 1e-11
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [("roles with a decay", "a decay"), ("shifted", "a model with a distance map")]
+)
+def test_what_adds_to_scores_or_has_two_of_them_is_refused(kind, why):
+    model = made(kind)
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(ValueError, match=rf"{why} .* load the model with attn_implementation"):
+        logits(model, some_tokens(model, length=40))
 
 
 @pytest.mark.slow

@@ -3,14 +3,13 @@
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import DynamicCache
 
 from coca_attention import convert
 from coca_attention.models import Roles
 from coca_attention.ops import attention
-from coca_attention.testing import difference, logits, some_tokens
+from coca_attention.testing import difference, some_tokens
 from covering import mostly_slow
-from families import MAPS, VARIED, assert_compiles_and_trains, read_in_pieces, set_map, vanilla
+from families import MAPS, VARIED, assert_compiles_and_trains, set_map, vanilla
 from operands import Largest
 
 KINDS = {
@@ -84,20 +83,6 @@ def test_outputs_and_gradients_are_those_of_whole_masks(kind, family, case, monk
     monkeypatch.setattr(type(model.base_model), "_band", lambda *_: None)
     theirs = read(model, model, ids, *hidden(case, ids))
     assert all(difference(a, b) < 1e-12 for a, b in zip(ours, theirs, strict=True))
-
-
-@pytest.mark.parametrize("family", ["Llama", "Mistral"])
-@pytest.mark.parametrize("kind", ["roles", "limited", "leaky", "shifted", "grouped", "neither"])
-def test_padded_prompts_are_read_in_pieces(kind, family):
-    model = model_of(kind, family)
-    ids = some_tokens(model, batch=2, length=40)
-    mask = torch.ones_like(ids)
-    mask[0, :7] = 0
-    expected = logits(model, ids, attention_mask=mask)
-    for cache in (DynamicCache(), DynamicCache(config=model.config)):
-        found = read_in_pieces(model, ids, (21, 22, 35, 40), mask, cache)
-        assert difference(found[0, 7:], expected[0, 7:]) < 1e-12
-        assert difference(found[1], expected[1]) < 1e-12
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from coca_attention.models.configuration import (
     rotation,
 )
 from coca_attention.models.conversion import Conversion
-from coca_attention.ops import DistanceMap, Rotation, coca_attention, key_frames
+from coca_attention.ops import DistanceMap, Rotation, key_frames
 from coca_attention.ops.distances import attend_half_by_distance
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
 from commands import run
@@ -160,27 +160,6 @@ def test_a_window_that_the_family_ignores_is_none():
     assert torch.equal(*(logits(model, ids) for model in models))
 
 
-@pytest.mark.parametrize("distance_map", MAPS)
-@pytest.mark.parametrize("family", VARIED)
-def test_a_layer_is_the_operator(family, distance_map):
-    model, calls = limited(family, "magnitude", distance_map), []
-    ids = some_tokens(model, length=30)
-    layer = attentions(model)[-1]
-    output = layer.get_submodule(layer.layout.output_name)
-    layer.register_forward_pre_hook(
-        lambda m, a, k: calls.append(a[0] if a else k["hidden_states"]), with_kwargs=True
-    )
-    output.register_forward_pre_hook(lambda m, a: calls.append(a[0]))
-    logits(model, ids)
-    turning = rotation(model.config, getattr(layer, "layer_type", None))
-    assert turning.distance_map == distance_map
-    options = {"interleaved": layer.layout.interleaved, "scale": layer.scaling}
-    with torch.no_grad():
-        tensors = layer.project(calls[0])
-        expected = coca_attention(*tensors, form="magnitude", rotation=turning, **options)
-    assert difference(calls[1], expected.transpose(1, 2).flatten(2)) < 1e-12
-
-
 @pytest.mark.parametrize("distance_map", [each for each in MAPS if each.has_equal_steps])
 @pytest.mark.parametrize(("family", "form"), [("Llama", "rope"), ("GPT-NeoX", "strict")])
 def test_one_token_is_scored_without_forming_keys(family, form, distance_map, monkeypatch):
@@ -197,6 +176,17 @@ def test_one_token_is_scored_without_forming_keys(family, form, distance_map, mo
     ours = attend_half_by_distance(*(x.bfloat16() for x in tensors), **options)
     assert ours.dtype == torch.bfloat16
     assert difference(ours.double(), half(*tensors, **options)) < 0.05
+
+
+def test_rotary_models_of_older_versions_are_read_as_such():
+    """Those had another form, and a number of free pairs."""
+    model = limited("Llama")
+    values = model.config.to_dict()
+    assert values["coca_form"] == "rope"
+    old = CoCALlamaConfig.from_dict(values | {"coca_form": "strict", "coca_free_pairs": 4})
+    assert (old.coca_form, attention_of(old)) == ("rope", "rope")
+    some = CoCALlamaConfig.from_dict(values | {"coca_form": "strict", "coca_free_pairs": 3})
+    assert attention_of(some) == "strict"
 
 
 @pytest.mark.parametrize("leak", [None, 0.3])
@@ -264,7 +254,9 @@ def test_what_cannot_work_is_refused():
         CoCALlamaConfig.from_dict(values)
     model = limited("Llama").float()
     model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="eager or flex_attention; got flash_attention_2"):
+    with pytest.raises(
+        ValueError, match="sdpa or eager; got flash_attention_2: load the model with"
+    ):
         model(some_tokens(model), use_cache=False)
     model.config.is_causal = False
     with pytest.raises(ValueError, match="distance_map are for causal models"):

@@ -280,7 +280,9 @@ def test_the_page_has_every_method_with_its_options_and_engines():
         assert engines == ", ".join(row.engines)
         assert within.startswith("as before" if row.within == "exact" else "change")
         if not options.startswith(("as ", "those of ")):
-            assert [option for option in row.options if f"`{option}`" in options] == row.options
+            assert [option for option in row.options if f"`{option}`" in options] == list(
+                row.options
+            )
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -21,6 +21,7 @@ from transformers import Cache, LlamaModel, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention.layer import attend_linear_cached, project_collinear
+from coca_attention.models.configuration import score_form
 from coca_attention.models.layer_pass import Mask, Pass
 from coca_attention.models.projections import AttentionLayout, head_norm, replace_key_projection
 from coca_attention.models.rotary import Angles
@@ -78,8 +79,13 @@ class CollinearAttention(nn.Module):
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, T, D) before rotation, coefficients (B, G, T, P + F) and V (B, G, T, D)."""
-        norms = (head_norm(self, name, self.layout) for name in ("q_norm", "t_norm"))
-        return project_collinear(self, hidden_states, self.config.coca_linear, *norms)
+        return project_collinear(
+            self,
+            hidden_states,
+            self.config.coca_linear,
+            q_norm=head_norm(self, "q_norm", self.layout),
+            t_norm=head_norm(self, "t_norm", self.layout),
+        )
 
     def map_query(self, projected: Tensor, angles: Angles, cos: Tensor, sin: Tensor) -> Tensor:
         """Q' of q before rotation, both (B, H, T, D), with these tables and the angles' factor."""
@@ -95,9 +101,11 @@ class CollinearAttention(nn.Module):
 
     def _form(self) -> dict[str, Any]:
         """Settings of `query_map` that do not depend on the pass."""
-        learned = getattr(self, "form_parameters", None)
-        interleaved = self.layout.interleaved
-        return {"form": self.config.coca_form, "interleaved": interleaved, "parameters": learned}
+        return {
+            "form": score_form(self.config),
+            "interleaved": self.layout.interleaved,
+            "parameters": getattr(self, "form_parameters", None),
+        }
 
     def forward(
         self,
@@ -120,43 +128,32 @@ class CollinearAttention(nn.Module):
                 projected, coefficients, value, turns, **at, **self._form()
             ).transpose(1, 2)
             return self._projected(output, hidden_states), None
-        length, weights = hidden_states.shape[1], None
+        length = hidden_states.shape[1]
         layer = decoder_pass.layer(self, attention_mask, position_embeddings, cache, length)
-        far = layer.angles.far
-        half = self.config.kv_cache == "half"
-        half = half or (far is not None and not far.distance_map.shares_keys)
         stored = coefficients
-        if not half:
+        if not layer.half:
             # Tables of this pass: what the cache has already is rotated.
-            cos, sin = layer.angles.cos, layer.angles.sin
+            cos = layer.angles.cos
+            sin = layer.angles.sin
             stored = key_map(coefficients, cos, sin, free_pairs=self.free_pairs)
-        stored, value = self._cached(cache, stored, value, kwargs)
+        if cache is not None:
+            check_cache_width(cache, self.layer_idx, stored.shape[-1])
+            # A paged cache changes `kwargs`, the arguments of the attention function, in place.
+            stored, value = cache.update(stored, value, self.layer_idx, kwargs=kwargs)
         layer = layer.within_near(stored.shape[-2])
         query = self.map_query(projected, layer.angles, layer.angles.cos, layer.angles.sin)
-        path = layer.path(query, stored if half else None)
-        if path in ("far", "far half"):
-            far_query = layer.far_query(projected)
-            if path == "far half":
-                output = layer.attend_far_half(query, far_query, stored, value)
-            else:
-                output, weights = layer.attend_far(query, far_query, stored, value, half)
-        elif path == "half":
-            output = layer.attend_half(query, stored, value)
+        attend = layer.own_attention(query, stored)
+        if attend is not None:
+            output, weights = attend(projected, query, stored, value)
         else:
-            key = stored
-            if half:
-                tables = layer.key_tables(stored.shape[-2])
-                key = key_map(stored, *tables, free_pairs=self.free_pairs)
-            if path == "blocks":
-                output = layer.attend_keys(query, key, value)
-            else:
-                mask, bias = layer.mask_and_bias(query, key.shape[-2])
-                # Here, because vLLM looks for the call and its scaling in the source of `forward`.
-                attention = ALL_ATTENTION_FUNCTIONS.get_interface(layer.function, eager_attention)
-                options = {"dropout": layer.dropout, "sliding_window": layer.window, **bias}
-                output, weights = attention(
-                    self, query, key, value, mask, scaling=self.kernel_scale, **options, **kwargs
-                )
+            key = layer.keys(stored)
+            mask = layer.mask_with_decay(query, key.shape[-2])
+            # Here, because vLLM looks for the call and its scaling in the source of `forward`.
+            attention = ALL_ATTENTION_FUNCTIONS.get_interface(layer.function, eager_attention)
+            options = {"dropout": layer.dropout, "sliding_window": layer.window}
+            output, weights = attention(
+                self, query, key, value, mask, scaling=self.kernel_scale, **options, **kwargs
+            )
         return self._projected(output, hidden_states), weights
 
     def _projected(self, output: Tensor, hidden_states: Tensor) -> Tensor:
@@ -165,22 +162,6 @@ class CollinearAttention(nn.Module):
         output = self.get_submodule(self.layout.output_name)(output)
         dropout = getattr(self, "residual_dropout", 0.0)  # of Starcoder 2 and Seed-OSS
         return F.dropout(output, dropout, self.training) if dropout else output
-
-    def _cached(
-        self, cache: Cache | None, key: Tensor, value: Tensor, kwargs: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
-        """All keys and values of this layer, those of this pass added; without a cache, these.
-
-        A paged cache changes `kwargs`, the arguments of the attention function, in place.
-        """
-        if cache is None:
-            return key, value
-        width = key.shape[-1]
-        check_cache_width(cache, self.layer_idx, width)
-        if not hasattr(cache, "get_seq_length"):  # paged: keys are as wide as values
-            key = F.pad(key, (0, value.shape[-1] - width))
-        key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
-        return key[..., :width], value
 
 
 def check_cache_width(cache: Cache, layer_idx: int, width: int) -> None:

@@ -9,7 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from coca_attention.errors import UserError
 from coca_attention.models.frequencies import PARAMETERS, StockRule
-from coca_attention.ops import RULES, DistanceMap, Rotation, Rule, get_form
+from coca_attention.ops import RULES, DistanceMap, Rotation, Rule, ScoreForm, get_form
 from coca_attention.ops.checks import check_heads, check_whole, check_width
 from coca_attention.ops.forms import check_shift_invariant
 from coca_attention.ops.linear import check_linear
@@ -38,6 +38,8 @@ UNSUPPORTED = {
     "num_kv_shared_layers": "uses the keys of a layer in others",
 }
 """Fields of configurations by which attention does something that a CoCA model's does not."""
+ROTARY = "rope"
+"""``coca_form`` of models whose pairs are all free: their attention is rotary."""
 LETTERS = {"l": LOCAL, "g": GLOBAL}
 WITHOUT_POSITIONS = ("cohere2", "afmoe")
 """Model types whose layers with full attention have no positions, which no field says."""
@@ -82,6 +84,11 @@ def own_window(config: PreTrainedConfig) -> int | None:
     return (config.sliding_window or None) if "sliding_window" in known else None
 
 
+def _kinds(config: PreTrainedConfig) -> list[str]:
+    """The types that some layers have."""
+    return sorted(set(getattr(config, "layer_types", None) or {GLOBAL}))
+
+
 def window_of(config: PreTrainedConfig, layer_type: str | None = None) -> int | None:
     """Tokens that a query sees in layers of a type, its own included; None for all."""
     kinds = {layer_type} if layer_type else set(layer_types(config))
@@ -90,19 +97,24 @@ def window_of(config: PreTrainedConfig, layer_type: str | None = None) -> int | 
 
 def free_pairs(config: PreTrainedConfig, layer_type: str | None = None) -> int:
     """Free pairs F of a CoCA model's heads in layers of a type."""
+    if config.coca_form == ROTARY:
+        return head_width(config) // 2
     given = config.coca_free_pairs
     return given.get(layer_type or GLOBAL, 0) if isinstance(given, dict) else given
 
 
+def score_form(config: PreTrainedConfig) -> ScoreForm:
+    """The form of a CoCA model's collinear pairs: any if it has none."""
+    return get_form("strict" if config.coca_form == ROTARY else config.coca_form)
+
+
 def attention_of(config: PreTrainedConfig) -> str | None:
     """The name of a CoCA model's score form, ``rope``, ``alibi``, or None for any other model."""
-    if hasattr(config, "coca_form"):  # with all pairs free it is rotary attention
-        kinds = set(getattr(config, "layer_types", None) or (GLOBAL,))
-        pairs = head_width(config) // 2
-        return "rope" if all(free_pairs(config, k) == pairs for k in kinds) else config.coca_form
+    if hasattr(config, "coca_form"):
+        return config.coca_form
     if config.model_type == "alibi_gpt_neox" or getattr(config, "alibi", False):
         return "alibi"
-    return "rope" if getattr(config, "rope_parameters", None) else None
+    return ROTARY if getattr(config, "rope_parameters", None) else None
 
 
 def made_for(config: PreTrainedConfig) -> tuple[int | None, str]:
@@ -112,8 +124,10 @@ def made_for(config: PreTrainedConfig) -> tuple[int | None, str]:
     `original_length`. Public configurations say it in several ways; where they leave it open, the
     reason begins with "assumed". None if nothing says it.
     """
-    longest, rope = getattr(config, "max_position_embeddings", None), rope_parameters(config)
-    kind, factor = rope.get("rope_type", "default"), rope.get("factor") or 1.0
+    longest = getattr(config, "max_position_embeddings", None)
+    rope = rope_parameters(config)
+    kind = rope.get("rope_type", "default")
+    factor = rope.get("factor") or 1.0
     given = rope.get("original_max_position_embeddings")
     chunks = getattr(config, "dual_chunk_attention_config", None) or {}
     if chunks.get("original_max_position_embeddings"):  # Qwen2.5-1M
@@ -159,7 +173,8 @@ def training_length(config: PreTrainedConfig) -> int | None:
 
 def original_length(config: PreTrainedConfig) -> int | None:
     """The length in tokens that a rotary rule scales from; without a rule, the training length."""
-    rope, length = rope_parameters(config), training_length(config)
+    rope = rope_parameters(config)
+    length = training_length(config)
     given = rope.get("original_max_position_embeddings")
     if given is None and length is not None and rope.get("rope_type") == "linear":
         return round(length / rope["factor"])
@@ -191,8 +206,10 @@ def unsupported(config: PreTrainedConfig) -> str | None:
 
 def has_own_roles(config: PreTrainedConfig) -> bool:
     """Whether a CoCA model gives local and global layers masks and rotations of their own."""
-    kinds, rope = getattr(config, "layer_types", None) or (), rope_parameters(config)
-    if LOCAL not in kinds or not hasattr(config, "coca_form"):
+    rope = rope_parameters(config)
+    if LOCAL not in (getattr(config, "layer_types", None) or ()) or not hasattr(
+        config, "coca_form"
+    ):
         return False
     if rope is not (config.rope_parameters or {}):  # a set for each layer type
         return False
@@ -234,7 +251,8 @@ def rotation(config: PreTrainedConfig, layer_type: str | None = None) -> Rotatio
         )
     longest = getattr(config, "max_position_embeddings", None)
     trained = rope.get("original_max_position_embeddings") or longest  # as Transformers reads it
-    made, settles = _rule(rope_type, rope, trained, longest), None
+    made = _rule(rope_type, rope, trained, longest)
+    settles = None
     options = {
         name: rope[key] for key, name in ROTATION_FIELDS.items() if rope.get(key) is not None
     }
@@ -291,9 +309,10 @@ def with_distance_map(rope: dict[str, Any] | None) -> dict[str, Any] | None:
     if rope is None:
         return None
     rope = {key: with_distance_map(x) if isinstance(x, dict) else x for key, x in rope.items()}
-    near, slope = rope.pop("max_distance", None), rope.pop("leak", None)
+    near = rope.pop("max_distance", None)
+    slope = rope.pop("leak", None) or 0.0
     if near is not None:
-        rope["distance_map"] = asdict(DistanceMap.leaky(near, slope or 0.0))
+        rope["distance_map"] = asdict(DistanceMap.leaky(near, slope))
     return rope
 
 
@@ -330,9 +349,9 @@ class CoCAConfig:
 
     Args:
         coca_form: Name of the score form: ``slack`` (the paper's Eq. 10), ``strict`` (Eq. 9),
-            ``magnitude``, or a registered form.
+            ``magnitude``, a registered form, or ``rope``: rotary attention, all pairs are free.
         coca_free_pairs: Number of pairs per head, the last ones, that are scored by ordinary rotary
-            attention; a dictionary if it differs between layer types.
+            attention; a dictionary if it differs between layer types. Not read with ``rope``.
         kv_cache: What is cached besides the values. ``full``: the effective keys, as wide as a
             head; works everywhere. ``half``: the coefficients before rotation, half as wide
             (without free pairs); with a ``distance_map`` whose slope is not 1, or that has groups,
@@ -356,6 +375,9 @@ class CoCAConfig:
             kwargs["layer_types"] = [STATEFUL] * self.num_hidden_layers
         self.rope_parameters = with_distance_map(self.rope_parameters)
         super().__post_init__(**kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        # Rotary models of older versions have another form, of no pairs.
+        if all(free_pairs(self, kind) == head_width(self) // 2 for kind in _kinds(self)):
+            self.coca_form = ROTARY
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -369,10 +391,11 @@ class CoCAConfig:
             parents.validate_architecture()  # pyright: ignore[reportAttributeAccessIssue]
         if unsupported(self):
             raise ValueError(f"a CoCA model cannot do what this one does: it {unsupported(self)}")
-        form, width, heads = get_form(self.coca_form), head_width(self), self.num_attention_heads
+        form = score_form(self)
+        width = head_width(self)
+        heads = self.num_attention_heads
         check_width(width)
         check_heads(heads, getattr(self, "num_key_value_heads", None) or heads)
-        kinds = sorted(set(getattr(self, "layer_types", None) or {GLOBAL}))
         if LOCAL in layer_types(self):
             # A window of one token, the query's, leaves no cache, which Transformers never empties.
             smallest = 1 if self._sees_both_directions else 2
@@ -380,8 +403,9 @@ class CoCAConfig:
             check_whole(f"sliding_window of {LOCAL} layers", window, smallest)
         if self.coca_linear:
             self._check_linear()
-        for layer_type in kinds:
-            free, turning = free_pairs(self, layer_type), rotation(self, layer_type)
+        for layer_type in _kinds(self):
+            free = free_pairs(self, layer_type)
+            turning = rotation(self, layer_type)
             check_whole("coca_free_pairs", free, 0, width // 2)
             if turning.width > width:
                 raise ValueError(
@@ -417,7 +441,7 @@ class CoCAConfig:
                 "linear attention sees the whole text: set sliding_window=None; got "
                 f"{self.sliding_window}"
             )
-        check_linear(get_form(self.coca_form), rotation(self))
+        check_linear(score_form(self), rotation(self))
 
     def validate_rope(self: Any) -> None:
         """Transformers' checks of ``rope_parameters``; `rotation` checks our own rules."""
@@ -431,7 +455,8 @@ def role_fields(roles: Roles, form: str, config: PreTrainedConfig, length: int) 
     The form is that of the local layers, or ``rope``; the length is L. UserError if the model has
     too few layers, or rotary parameters per layer type.
     """
-    num_layers, rope = config.num_hidden_layers, rope_parameters(config)
+    num_layers = config.num_hidden_layers
+    rope = rope_parameters(config)
     if rope is not (config.rope_parameters or {}):
         raise UserError(
             f"roles need one set of rotary parameters; {config.model_type} has rotary parameters "
@@ -442,11 +467,10 @@ def role_fields(roles: Roles, form: str, config: PreTrainedConfig, length: int) 
             f"layers {roles.layers} needs a model of at least {len(roles.layers)} layers, got "
             f"{num_layers}: use a shorter pattern"
         )
-    pairs, rotary = head_width(config) // 2, form == "rope"
+    pairs = head_width(config) // 2
     changed = {
-        # The form of a model whose pairs are all free does not matter.
-        "coca_form": "strict" if rotary else form,
-        "coca_free_pairs": {LOCAL: pairs if rotary else 0, GLOBAL: pairs},
+        "coca_form": form,
+        "coca_free_pairs": {LOCAL: pairs if form == ROTARY else 0, GLOBAL: pairs},
         "layer_types": [LETTERS[x] for x in (roles.layers * num_layers)[:num_layers]],
         # Some families apply a window in all layers if there is one.
         "sliding_window": (roles.window or max(2, length // 8)) if "l" in roles.layers else None,

@@ -92,7 +92,8 @@ def convert(
     body: Any = model.base_model
     _check_projections(family.layout.modules(body), family.layout)
     name_separate_head(model)
-    old, config = model.config, _new_configuration(family, model.config, wanted)
+    old = model.config
+    config = _new_configuration(family, old, wanted)
     for module in model.modules():
         if getattr(module, "config", None) is old:
             module.config = config
@@ -138,7 +139,8 @@ def name_separate_head(model: PreTrainedModel) -> None:
 
 def _warn_if_unaffected(config: PreTrainedConfig) -> None:
     """Warn if distances are limited that no layer's window reaches."""
-    found, window = rotation(config, GLOBAL), window_of(config)
+    found = rotation(config, GLOBAL)
+    window = window_of(config)
     length = found.temperature
     if window is None or found.distance_map is None or length is None:
         return
@@ -259,9 +261,6 @@ def _added_fields(config: PreTrainedConfig, wanted: Conversion) -> dict[str, Any
         "coca_free_pairs": wanted.free_pairs,
         "kv_cache": wanted.kv_cache,
     }
-    if wanted.form == "rope":
-        # The form of a model whose pairs are all free does not matter.
-        added |= {"coca_form": "strict", "coca_free_pairs": head_width(config) // 2}
     if wanted.roles is None and not wanted.limits_distances:
         return added
     length = wanted.length or training_length(config)
@@ -271,7 +270,8 @@ def _added_fields(config: PreTrainedConfig, wanted: Conversion) -> dict[str, Any
             "max_position_embeddings"
         )
     if wanted.roles is None:
-        every, rope = config.rope_parameters or {}, rope_parameters(config)
+        every = config.rope_parameters or {}
+        rope = rope_parameters(config)
         near = length if wanted.near is None else wanted.near
         if near > length:
             raise UserError(
@@ -381,7 +381,8 @@ def _original_configuration(folder: Path) -> PreTrainedConfig:
     values = {k: v for k, v in settings.items() if k not in ("model_type", "auto_map")}
     try:
         config = MODELS[kind].config_class(**values)
-        rotated, head = rotation(config).width, head_width(config)
+        rotated = rotation(config).width
+        head = head_width(config)
     except Exception as error:
         raise UserError(f"{folder}: the configuration cannot be used: {error!r}") from error
     if rotated != head:

@@ -25,8 +25,9 @@ from coca_attention.models.configuration import (
     has_own_roles,
     keeps_coefficients,
     rotation,
+    score_form,
 )
-from coca_attention.models.key_positions import CachedPositions, KeyPositions, PagedPositions
+from coca_attention.models.key_positions import KeyPositions, Reading
 from coca_attention.models.layer_pass import Band, Mask, Pass
 from coca_attention.models.projections import (
     FoldedLinear,
@@ -54,25 +55,20 @@ def change_class(
     vars(model).pop("_weight_conversions", None)
 
 
-def check_mixing(config: PreTrainedConfig, where: str, *, distances: bool) -> None:
-    """Raise ValueError if a model cannot read several texts in one row, as `where` does.
-
-    Args:
-        config: The configuration of the model.
-        where: What mixes the texts.
-        distances: Whether it can add a decay to scores and score near and far keys apart.
-    """
-    scaled, unsupported = rotation(config), None
+def check_mixing(config: PreTrainedConfig, where: str) -> None:
+    """Raise ValueError if a model cannot read several texts in one row, as `where` does."""
+    scaled = rotation(config)
     if scaled.follows_length:
         unsupported = f"{scaled.rule.kind} scaling: use ntk, or set a target length"
     elif config.coca_linear:
         unsupported = "linear attention: use generate() with a batch"
-    elif counts_distances(config) and not distances:
-        unsupported = "a decay or a distance map"
-    if unsupported:
-        raise ValueError(
-            f"{where} mixes the tokens of several texts: it does not support {unsupported}"
-        )
+    elif counts_distances(config):
+        unsupported = "a decay or a distance map: use generate() with a batch"
+    else:
+        return
+    raise ValueError(
+        f"{where} mixes the tokens of several texts: it does not support {unsupported}"
+    )
 
 
 def replace_attention(body: Any, cls: type) -> None:
@@ -120,7 +116,7 @@ class CollinearModel(CollinearPreTrained):
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)  # pyright: ignore[reportCallIssue]
         if self.config._attn_implementation in ENGINES:
-            check_mixing(self.config, self.config._attn_implementation, distances=False)
+            check_mixing(self.config, self.config._attn_implementation)
         replace_attention(self, type(self))
         self.post_init()
 
@@ -139,8 +135,9 @@ class CollinearModel(CollinearPreTrained):
         cache = kwargs.pop(CACHE, past_key_values)
         if tokens is None:
             return forward(**kwargs)  # which says what is missing
-        reading = Reading(tokens, attention_mask, position_ids, cache)
-        decoder_pass = self._pass(reading, kwargs)
+        layers = self.config.num_hidden_layers
+        reading = Reading(tokens, attention_mask, position_ids, cache, layers)
+        decoder_pass = self._pass(reading, kwargs.get("use_cache"))
         if decoder_pass.has_masks:
             # A mask of four dimensions is prepared, for Transformers. This one hides nothing: what
             # is hidden, layers learn from the pass.
@@ -157,78 +154,64 @@ class CollinearModel(CollinearPreTrained):
             **{CACHE: cache},
             **kwargs,
         )
-        if isinstance(decoder_pass.positions, CachedPositions):
-            # Without a cache Transformers may have made one.
-            decoder_pass.positions.keep_in(cache or _cache_of(output))
+        if decoder_pass.positions is not None:
+            if cache is None:  # then Transformers may have made one
+                parts = output if isinstance(output, tuple) else output.to_tuple()
+                cache = next((part for part in parts if isinstance(part, Cache)), None)
+            decoder_pass.positions.keep_in(cache)
         return output
 
-    def _pass(self, reading: "Reading", options: dict[str, Any]) -> Pass:
-        """What this pass hands to all layers, given the other arguments of the decoder."""
+    def _pass(self, reading: Reading, use_cache: bool | None) -> Pass:
+        """What this pass hands to all layers; the configuration has the default."""
         if self.config.coca_linear:
             return Pass(linear=self._linear(reading))
-        use_cache = options.get("use_cache")
-        # The configurations of encoders do not have the field.
-        caches = getattr(self.config, "use_cache", False) if use_cache is None else use_cache
+        if use_cache is None:
+            use_cache = getattr(self.config, "use_cache", False)  # encoders do not have the field
+        caches = use_cache or reading.cache is not None
         band = self._band(reading, caches)
         roles = self._roles(reading, band, caches) if has_own_roles(self.config) else None
-        return Pass(self._positions(reading, options, band), band, roles)
+        return Pass(self._positions(reading, band), band, roles)
 
-    def _positions(
-        self, reading: "Reading", options: dict[str, Any], band: Band | None
-    ) -> KeyPositions | None:
+    def _positions(self, reading: Reading, band: Band | None) -> KeyPositions | None:
         """Positions of the keys, where scores depend on them or the cache has no effective keys."""
         counts = counts_distances(self.config)
+        if not counts and self.config.kv_cache != "half":
+            return None
         if counts and not getattr(self.config, "is_causal", True):
             raise ValueError(
                 "a decay and distance_map are for causal models: leave them out of rope_parameters"
             )
+        # Without a mask segments are documents, found by their positions.
+        documents = band is not None and band.segments is not None and reading.mask is None
+        in_order = documents or (not reading.is_placed and reading.cache is None)
         wide = torch.promote_types(self.dtype, torch.float32)
-        settings = self.config, wide, reading.position_ids
-        if counts and reading.is_paged:
-            return PagedPositions(*settings, options["cu_seq_lens_q"], options["cu_seq_lens_k"])
-        if counts or self.config.kv_cache == "half":
-            # Without a mask segments are documents, found by their positions.
-            documents = band is not None and band.segments is not None and reading.mask is None
-            in_order = documents or (not reading.is_placed and reading.cache is None)
-            positions = CachedPositions(*settings, reading.cache, reading.padding, in_order)
-            positions.windowed = not (isinstance(reading.mask, Tensor) and reading.mask.dim() == 4)
-            return positions
-        return None
+        return KeyPositions(self.config, wide, reading, in_order)
 
-    def _band(self, reading: "Reading", caches: bool) -> Band | None:
+    def _band(self, reading: Reading, caches: bool) -> Band | None:
         """What layers hide by themselves under SDPA; None leaves the masks to Transformers."""
-        mask, cache, length = reading.mask, reading.cache, reading.length
-        causal = self.attention_class.layout.modules(self)[0].is_causal
-        if self.config._attn_implementation != "sdpa" or not causal or length == 1:
+        if self.config._attn_implementation != "sdpa" or not reading.ends or reading.length == 1:
             return None
-        # The keys of a static cache continue after the last query; its length is a tensor.
-        if cache is not None and (
-            not isinstance(reading.past, int)
-            or any(
-                sum(cache.get_mask_sizes(length, index)) != reading.past + length
-                for index in range(self.config.num_hidden_layers)
-            )
-        ):
+        if not self.attention_class.layout.modules(self)[0].is_causal:
             return None
-        has_roles = has_own_roles(self.config)
+        mask = reading.mask
         # In graphs Transformers makes a mask even of nothing.
-        plain = Band() if has_roles or compiling() else None
-        if mask is not None:
-            seen = reading.batch, reading.past + length
-            fits = isinstance(mask, Tensor) and mask.shape == seen
-            if not fits or torch.compiler.is_exporting():
-                return None
-            return plain if not compiling() and mask.all() else Band(mask.bool().long())
-        if not reading.is_placed or cache is not None or caches:
-            return plain  # Transformers looks for documents where there is no cache
+        nothing = Band() if has_own_roles(self.config) or compiling() else None
+        # Transformers looks for documents where there is neither a mask nor a cache.
+        if mask is None and (caches or not reading.is_placed):
+            return nothing
         if torch.compiler.is_exporting():
             return None
-        segments = find_packed_sequence_indices(reading.position_ids.expand(reading.batch, -1))
-        return plain if segments is None else Band(segments)
+        if mask is None:
+            segments = find_packed_sequence_indices(reading.position_ids.expand(reading.batch, -1))
+            return nothing if segments is None else Band(segments)
+        if reading.padding is None or mask.shape != (reading.batch, reading.slots):
+            return None
+        return nothing if not compiling() and mask.all() else Band(mask.bool().long())
 
-    def _linear(self, reading: "Reading") -> tuple[Turns, Tensor | None]:
+    def _linear(self, reading: Reading) -> tuple[Turns, Tensor | None]:
         """Positions of linear attention, and which of the tokens of this pass are real."""
-        mask, positions = reading.mask, reading.position_ids
+        mask = reading.mask
+        positions = reading.position_ids
         if reading.is_placed and mask is None and reading.cache is None:
             _check_one_document(positions)  # elsewhere Transformers looks for no documents
         if isinstance(mask, dict):  # that Transformers made for a static cache
@@ -241,18 +224,20 @@ class CollinearModel(CollinearPreTrained):
                 )
             mask = mask[:, -reading.length :]
         dtype = torch.promote_types(self.dtype, torch.float32)
-        settings = self.config.coca_form, rotation(self.config)
-        return linear_turns(*settings, positions, dtype, mask), mask
+        form = score_form(self.config)
+        return linear_turns(form, rotation(self.config), positions, dtype, mask), mask
 
     def _roles(
-        self, reading: "Reading", band: Band | None, caches: bool
+        self, reading: Reading, band: Band | None, caches: bool
     ) -> dict[str, tuple[Mask, Angles]]:
         """Mask, unless layers form it, and angles of local and of global layers."""
-        cache = reading.given_cache
+        cache = reading.cache
         if cache is None and caches:  # one that will be made: then gaps begin no documents
             cache = DynamicCache()
-        shape, positions = (reading.batch, reading.length, 0), reading.position_ids
-        like = torch.empty(shape, dtype=self.dtype, device=positions.device)
+        positions = reading.position_ids
+        like = torch.empty(
+            reading.batch, reading.length, 0, dtype=self.dtype, device=positions.device
+        )
         found = {}
         for kind, make in MASKS.items():
             if kind not in self.config.layer_types:
@@ -264,49 +249,6 @@ class CollinearModel(CollinearPreTrained):
                 made = make(self.config, like, reading.mask, cache, positions)
             found[kind] = made, self.rotary_emb(like, positions, kind)
         return found
-
-
-class Reading:
-    """What a decoder reads in one forward pass.
-
-    Attributes:
-        batch: B.
-        length: T, the tokens of this pass.
-        mask: As given: (B, tokens so far), (B, 1 or H, T, S), of an attention function, or a
-            dictionary of such by layer type, which Transformers makes for static caches.
-        padding: The mask as (B, tokens so far), int64, 1 for real tokens; None if it is another.
-        given_cache: The cache as given.
-        cache: The same if it keeps the keys of these texts; None for that of continuous batching,
-            which places tokens and makes masks by itself.
-        past: Tokens in the cache; a tensor for static caches.
-        position_ids: (1 or B, T); by default tokens are consecutive, padding left out.
-        is_placed: Whether they are given, or follow from padding.
-    """
-
-    def __init__(self, tokens: Tensor, mask: Any, position_ids: Tensor | None, cache: Any) -> None:
-        self.batch, self.length = tokens.shape[:2]
-        self.mask, self.given_cache = mask, cache
-        self.padding = mask.long() if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        self.cache = cache if hasattr(cache, "get_seq_length") else None
-        self.past: int | Tensor = 0 if self.cache is None else self.cache.get_seq_length()
-        self.is_placed = position_ids is not None or self.padding is not None
-        if position_ids is not None:
-            self.position_ids = position_ids
-        elif self.padding is not None:  # scores of slack depend on true positions
-            self.position_ids = (self.padding.cumsum(-1) - 1).clamp(min=0)[:, -self.length :]
-        else:
-            self.position_ids = (torch.arange(self.length, device=tokens.device) + self.past)[None]
-
-    @property
-    def is_paged(self) -> bool:
-        """Whether the cache is that of continuous batching."""
-        return self.given_cache is not self.cache
-
-
-def _cache_of(output: Any) -> Cache | None:
-    """The cache that a decoder returns."""
-    parts = output if isinstance(output, tuple) else output.to_tuple()
-    return next((x for x in parts if isinstance(x, Cache)), None)
 
 
 def _check_one_document(position_ids: Tensor) -> None:
@@ -351,8 +293,5 @@ class CollinearForCausalLM(CollinearHead):
                 "continuous batching keeps keys and values in one pool, so it does not support "
                 'keys of half the width: set config.kv_cache = "full"'
             )
-        # Older ones keep the keys inside of attention functions.
-        where, distances = "continuous batching", CACHE == "cache"
-        where += "" if distances else " before Transformers 5.24"
-        check_mixing(self.config, where, distances=distances)
+        check_mixing(self.config, "continuous batching")
         return super().init_continuous_batching(*args, **kwargs)  # pyright: ignore

@@ -122,7 +122,8 @@ class Family:
         vanilla = auto._model_mapping.get(self.vanilla.config_class, None)
         own = next(x for x in self.vanilla_body.__mro__ if PreTrainedModel in x.__bases__)
         bases = (CollinearHead, *((generic, own) if vanilla is None else (vanilla,)))
-        name, task = self.vanilla.__name__.partition("For")[0], auto.__name__.partition("For")[2]
+        name = self.vanilla.__name__.partition("For")[0]
+        task = auto.__name__.partition("For")[2]
         return auto, vanilla, self._model(f"{name}For{task}", bases, body_class=self.body)
 
 

@@ -7,15 +7,14 @@ Legend: B batch, T query length, S key length or slots of a cache, H query heads
 D head width, P = D/2 rotary pairs, F free pairs, R rotary width.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import Cache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention.models.configuration import window_of
 from coca_attention.models.key_positions import KeyPositions
@@ -26,27 +25,11 @@ from coca_attention.ops.distances import (
     attend_by_distance,
     attend_half_by_distance,
     far_query_map,
-    side_by_side,
 )
 from coca_attention.ops.linear import Turns
 from coca_attention.ops.opaque import compiling
-from coca_attention.ops.positions import Decay, DistanceMap
+from coca_attention.ops.positions import DistanceMap
 from coca_attention.ops.sight import with_bias
-
-
-@dataclass(frozen=True)
-class DecayBetween:
-    """A decay in the place of Transformers' ``position_bias``, which FlexAttention indexes."""
-
-    decay: Decay
-    queries: Tensor  # positions (B, T)
-    keys: Tensor  # positions (B, S)
-    dtype: torch.dtype  # of the addends
-
-    def __getitem__(self, at: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-        """The addend of one score, by batch, head, query and key."""
-        batch, _, query, key = at
-        return self.decay.of(self.queries[batch, query] - self.keys[batch, key], self.dtype)
 
 
 class Band(NamedTuple):
@@ -68,9 +51,8 @@ Mask = Band | Tensor | BlockMask | None
 - None: the attention function hides later tokens, and nothing else is hidden.
 """
 
-LayerPath = Literal["half", "far half", "far", "blocks", "function"]
-"""What computes a layer: `LayerPass.attend_half`, `attend_far_half`, `attend_far`, `attend_keys`,
-or an attention function of Transformers."""
+Attended = tuple[Tensor, Tensor | None]
+"""Outputs (B, T, H, D), as those of Transformers' attention functions, and the weights, if any."""
 
 
 class Pass(NamedTuple):
@@ -97,22 +79,23 @@ class Pass(NamedTuple):
         if self.band is not None:
             mask = self.band
         first = 0
-        if self.positions is not None and cache is not None and hasattr(cache, "get_mask_sizes"):
+        if self.positions is not None and cache is not None:
             _, first = cache.get_mask_sizes(length, module.layer_idx)
-        return LayerPass(module, mask, angles, self.positions, first)
+        far = angles.far
+        half = module.config.kv_cache == "half"
+        half = half or (far is not None and not far.distance_map.shares_keys)
+        return LayerPass(module, mask, angles, self.positions, first, half)
 
 
 class LayerPass(NamedTuple):
-    """What a layer attends with in one pass, beside queries, keys and values.
-
-    Outputs are (B, T, H, D), as those of Transformers' attention functions.
-    """
+    """What a layer attends with in one pass, beside queries, keys and values."""
 
     module: Any
     mask: Mask
     angles: Angles
     positions: KeyPositions | None
     first: int  # slot that the layer's cache returns
+    half: bool  # whether the cache has coefficients (B, G, S, P + F), else keys (B, G, S, D)
 
     @property
     def layer_type(self) -> str | None:
@@ -149,16 +132,16 @@ class LayerPass(NamedTuple):
         assert self.angles.far is not None
         return self.angles.far.distance_map
 
-    def _places(self, keys: int) -> tuple[Tensor, Tensor]:
-        """Positions of the queries, and of so many keys."""
-        return self._at.places(self.layer_type, self.first, keys)
-
     def _options(self, keys: int) -> dict[str, Any]:
         """Those that `attend` and `attend_by_distance` share, for the last so many keys."""
-        segments = self.mask.segments if isinstance(self.mask, Band) else None
+        band = self.mask if isinstance(self.mask, Band) else None
+        segments = None if band is None else band.segments
         return {
             "attention_mask": self.dense,
             "segments": None if segments is None else segments[:, segments.shape[-1] - keys :],
+            "is_causal": self.dense is None,
+            "window": None if band is None else self.window,
+            "scale": self.module.kernel_scale,
             "dropout": self.dropout,
         }
 
@@ -173,22 +156,18 @@ class LayerPass(NamedTuple):
         """
         if self.angles.far is None:
             return self
-        near, name = self._distance_map.near, self.function
         longest = self._at.longest_distance(keys)
-        if self._at.consecutive and self._at.windowed and longest is not None:
+        if longest is not None and self._at.consecutive and self._at.reading.hides_by_window:
             longest = min(longest, (self.window or keys) - 1)
-        is_far = longest is None or longest >= near
-        able = name in ("sdpa", "eager", "paged|eager", "flex_attention")
-        if not is_far:
-            # Every function can that gets all keys. Serving engines keep keys themselves.
-            known = ("flash_attention_2", "flash_attention_3")
-            able = able or name in known or ("/" in name and not name.startswith("paged|"))
-        if not able:
+        if longest is not None and longest < self._distance_map.near:
+            return self._replace(angles=self.angles._replace(far=None))
+        if self.function not in ("sdpa", "eager"):
             raise ValueError(
-                "a model with a distance map has two scores for a query and a key, which needs the "
-                f"attention function sdpa, eager or flex_attention; got {name}"
+                "a model with a distance map has two scores for a query and a key in texts of more "
+                f"than {self._distance_map.near} tokens, which needs the attention function sdpa "
+                f'or eager; got {self.function}: load the model with attn_implementation="sdpa"'
             )
-        return self if is_far else self._replace(angles=self.angles._replace(far=None))
+        return self
 
     def key_tables(self, keys: int) -> tuple[Tensor, Tensor]:
         """cos and sin of all keys, (1 or B, keys, R/2) each, where the cache has none of them."""
@@ -197,14 +176,21 @@ class LayerPass(NamedTuple):
             return self.angles.cos, self.angles.sin
         return self.positions.tables(self.layer_type, self.first, keys)
 
-    def path(self, query: Tensor, coefficients: Tensor | None) -> LayerPath:
-        """What computes this layer, given coefficients (B, G, S, P + F) if they are cached."""
+    def own_attention(self, query: Tensor, stored: Tensor) -> Callable[..., Attended] | None:
+        """What computes this layer; None for an attention function of Transformers.
+
+        It takes the projected query (B, H, T, D), the query Q', and the stored keys or coefficients
+        and values of all keys.
+        """
         if self.angles.far is not None:
-            return "far half" if self._decodes_far(query, coefficients) else "far"
-        if coefficients is not None and self._decodes(query, coefficients):
-            return "half"
-        own = self.angles.decay is not None or isinstance(self.mask, Band)
-        return "blocks" if own and self.function == "sdpa" else "function"
+            return self.attend_far_half if self._decodes_far(query, stored) else self.attend_far
+        if self.half and self._decodes(query, stored):
+            return self.attend_half
+        if self.function != "sdpa":
+            return None
+        if self.angles.decay is not None or isinstance(self.mask, Band):
+            return self.attend_in_blocks
+        return None
 
     def _decodes(self, query: Tensor, coefficients: Tensor) -> bool:
         """Whether `attend_half` takes the place of ``scaled_dot_product_attention``."""
@@ -220,22 +206,20 @@ class LayerPass(NamedTuple):
             return False
         return compiling() or self._frames(query, coefficients) is not None
 
-    def _decodes_far(self, query: Tensor, coefficients: Tensor | None) -> bool:
+    def _decodes_far(self, query: Tensor, stored: Tensor) -> bool:
         """Whether `attend_half_by_distance` takes the place of keys: on a CPU it is faster."""
-        far = self.angles.far
         return (
-            far is not None
-            and far.distance_map.has_equal_steps
-            and coefficients is not None
-            and self._first_near(query, coefficients.shape[-2]) > 0
+            self.half
+            and self._distance_map.has_equal_steps
+            and self._first_near(query, stored.shape[-2]) > 0
             and query.device.type == "cpu"
             and not compiling()
-            and self._decodes(query, coefficients)
+            and self._decodes(query, stored)
         )
 
     def _first_near(self, query: Tensor, keys: int) -> int:
         """The first key that is near to any query, where that is known without looking."""
-        if not self._at.consecutive or self.function == "flex_attention":
+        if not self._at.consecutive:
             return 0
         return max(0, keys - query.shape[-2] - self._distance_map.near + 1)
 
@@ -246,62 +230,64 @@ class LayerPass(NamedTuple):
 
         None where tokens are not consecutive.
         """
-        tile, pairs = tile_length(coefficients, query.shape[1]), self.module.head_dim // 2
-        slots = self.layer_type, self.first + start, coefficients.shape[-2]
-        return self._at.frames(*slots, pairs, tile, far)
+        return self._at.frames(
+            self.layer_type,
+            self.first + start,
+            coefficients.shape[-2],
+            pairs=self.module.head_dim // 2,
+            tile=tile_length(coefficients, query.shape[1]),
+            far=far,
+        )
 
-    def attend_half(self, query: Tensor, coefficients: Tensor, value: Tensor) -> Tensor:
+    def attend_half(
+        self, projected: Tensor, query: Tensor, stored: Tensor, value: Tensor
+    ) -> Attended:
         """One token over a half cache."""
-        keys = coefficients.shape[-2]
+        keys = stored.shape[-2]
         mask = self.dense if self.angles.decay is None else self._with_decay(query, keys)
-        tensors, scale = (query, coefficients, value), self.module.kernel_scale
+        scale = self.module.kernel_scale
         if compiling():
-            tables = self._at.tables(self.layer_type, self.first, keys)
-            output = attend_half_at(*tensors, *tables, attention_mask=mask, scale=scale)
+            cos, sin = self._at.tables(self.layer_type, self.first, keys)
+            output = attend_half_at(
+                query, stored, value, cos, sin, attention_mask=mask, scale=scale
+            )
         else:
-            frames = self._frames(query, coefficients)
+            frames = self._frames(query, stored)
             assert frames is not None  # see `_decodes`
-            output = attend_half(*tensors, frames, attention_mask=mask, scale=scale)
-        return output.transpose(1, 2)
+            output = attend_half(query, stored, value, frames, attention_mask=mask, scale=scale)
+        return output.transpose(1, 2), None
 
-    def far_query(self, projected: Tensor) -> Tensor:
-        """Queries for far keys, of q before rotation: see `attend_by_distance`."""
+    def _far_query(self, projected: Tensor) -> Tensor:
+        """Queries for far keys: see `attend_by_distance`."""
         assert self.angles.far is not None
-        query = self.module.map_query(projected, self.angles, *self.angles.far.tables)
+        cos, sin = self.angles.far.tables
+        query = self.module.map_query(projected, self.angles, cos, sin)
         if self._distance_map.is_limit:
             return far_query_map(query, self.module.free_pairs)
         return query
 
     def attend_far(
-        self, query: Tensor, far_query: Tensor, stored: Tensor, value: Tensor, half: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attention with a distance map, and the weights if the attention function returns them.
-
-        What is stored are coefficients (B, G, S, P + F) if ``half``, else keys (B, G, S, D).
-        """
-        length, consecutive = query.shape[-2], self._at.consecutive
+        self, projected: Tensor, query: Tensor, stored: Tensor, value: Tensor
+    ) -> Attended:
+        """Attention with a distance map."""
+        consecutive = self._at.consecutive
         if self._begins(query) and not consecutive:
             consecutive = self._at.begins_consecutive
-            stored, value = stored[..., :length, :], value[..., :length, :]
+            stored = stored[..., : query.shape[-2], :]
+            value = value[..., : query.shape[-2], :]
         keys = stored.shape[-2]
-        first_near = self._first_near(query, keys) if half else 0
-        key, far_key = self._near_and_far(stored, first_near) if half else (stored, stored)
-        if self.function == "flex_attention":
-            return self._attend_flex(query, key, far_query, far_key, value)
-        query_positions, key_positions = self._places(keys)
+        key, far_key = self._near_and_far(query, stored)
+        query_positions, key_positions = self._at.places(self.first, keys)
         attend_values = partial(
             attend_by_distance,
             query,
             key,
-            far_query,
+            self._far_query(projected),
             far_key,
             query_positions=query_positions,
             key_positions=key_positions,
             near=self._distance_map.near,
             consecutive=consecutive,
-            is_causal=self.dense is None,
-            window=self.window if isinstance(self.mask, Band) else None,
-            scale=self.module.kernel_scale,
             **self._options(keys),
         )
         weights = None
@@ -310,113 +296,88 @@ class LayerPass(NamedTuple):
             weights = attend_values(each.expand(*value.shape[:2], -1, -1), dropout=0.0)
         return attend_values(value).transpose(1, 2), weights
 
-    def _near_and_far(self, coefficients: Tensor, first_near: int) -> tuple[Tensor, Tensor]:
-        """Near keys, of the coefficients from ``first_near`` on, and far keys, of all."""
-        keys, free_pairs = coefficients.shape[-2], self.module.free_pairs
+    def _near_and_far(self, query: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
+        """Near keys, from the first on that may be near, and far keys, of all that are stored."""
+        if not self.half:
+            return stored, stored
+        keys = stored.shape[-2]
+        free_pairs = self.module.free_pairs
         distance_map = self._distance_map
+        cos, sin = self.key_tables(keys)
         if distance_map.shares_keys:
-            first_near = 0
-        cos, sin = (x[:, first_near:] for x in self.key_tables(keys))
-        key = key_map(coefficients[..., first_near:, :], cos, sin, free_pairs=free_pairs)
-        if distance_map.shares_keys:
+            key = key_map(stored, cos, sin, free_pairs=free_pairs)
             return key, key
+        near = slice(self._first_near(query, keys), None)
+        key = key_map(stored[..., near, :], cos[:, near], sin[:, near], free_pairs=free_pairs)
         if distance_map.is_limit:
-            return key, coefficients
-        tables = self._at.tables(self.layer_type, self.first, keys, far=True)
-        return key, key_map(coefficients, *tables, free_pairs=free_pairs)
-
-    def _attend_flex(
-        self, query: Tensor, key: Tensor, far_query: Tensor, far_key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """`attend_far` by FlexAttention, which gets all keys twice, near and far ones."""
-        query, *parts = side_by_side(query, key, far_query, far_key)
-        near = self._distance_map.near
-        mask = self._at.near_and_far(
-            self.layer_type, self.first, far_key.shape[-2], self.dense, near
-        )
-        return ALL_ATTENTION_FUNCTIONS["flex_attention"](
-            self.module,
-            query,
-            torch.cat(parts, dim=-2),
-            torch.cat((value, value), dim=-2),
-            mask,
-            scaling=self.module.kernel_scale,
-            dropout=self.dropout,
-        )
+            return key, stored
+        cos, sin = self._at.tables(self.layer_type, self.first, keys, far=True)
+        return key, key_map(stored, cos, sin, free_pairs=free_pairs)
 
     def attend_far_half(
-        self, query: Tensor, far_query: Tensor, coefficients: Tensor, value: Tensor
-    ) -> Tensor:
-        """One token over coefficients, as `attend_half`."""
+        self, projected: Tensor, query: Tensor, stored: Tensor, value: Tensor
+    ) -> Attended:
+        """One token over coefficients with a distance map, as `attend_half`."""
         distance_map = self._distance_map
-        first_near = self._first_near(query, coefficients.shape[-2])
-        far, near = coefficients[..., :first_near, :], coefficients[..., first_near:, :]
+        first_near = self._first_near(query, stored.shape[-2])
         far_frames = None
         if not distance_map.is_limit:
+            far = stored[..., :first_near, :]
             far_frames = self._frames(query, far, far=not distance_map.shares_keys)
-        near_frames = self._frames(query, near, first_near)
+        near_frames = self._frames(query, stored[..., first_near:, :], first_near)
         assert near_frames is not None  # see `_decodes`
         output = attend_half_by_distance(
             query,
-            far_query,
-            coefficients,
+            self._far_query(projected),
+            stored,
             value,
             near=near_frames,
             far=far_frames,
             attention_mask=self.dense,
             scale=self.module.kernel_scale,
         )
-        return output.transpose(1, 2)
+        return output.transpose(1, 2), None
 
-    def attend_keys(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend_in_blocks(
+        self, projected: Tensor, query: Tensor, stored: Tensor, value: Tensor
+    ) -> Attended:
         """Attention with a mask formed in blocks, or with a decay."""
+        key = self.keys(stored)
         decay = self.angles.decay
-        length, places = query.shape[-2], None
+        places = None
         if decay is not None:
             if self._begins(query):
-                key, value = key[..., :length, :], value[..., :length, :]
-            places = self._places(key.shape[-2])
-        output = attend(
-            query,
-            key,
-            value,
-            is_causal=self.dense is None,
-            window=self.window if isinstance(self.mask, Band) else None,
-            scale=self.module.kernel_scale,
-            bias=decay,
-            positions=places,
-            **self._options(key.shape[-2]),
-        )
-        return output.transpose(1, 2)
+                key = key[..., : query.shape[-2], :]
+                value = value[..., : query.shape[-2], :]
+            places = self._at.places(self.first, key.shape[-2])
+        options = self._options(key.shape[-2])
+        output = attend(query, key, value, bias=decay, positions=places, **options)
+        return output.transpose(1, 2), None
 
-    def mask_and_bias(self, query: Tensor, keys: int) -> tuple[Mask, dict[str, DecayBetween]]:
-        """The mask, and what FlexAttention adds to scores; the decay is in one of them.
+    def keys(self, stored: Tensor) -> Tensor:
+        """Keys (B, G, S, D) of what the cache has."""
+        if not self.half:
+            return stored
+        cos, sin = self.key_tables(stored.shape[-2])
+        return key_map(stored, cos, sin, free_pairs=self.module.free_pairs)
 
-        ValueError if the attention function adds nothing to scores.
-        """
+    def mask_with_decay(self, query: Tensor, keys: int) -> Mask:
+        """The mask for an attention function; ValueError if it adds no decay to the scores."""
         if self.angles.decay is None:
-            return self.dense, {}
-        if self.function == "flex_attention":
-            places = self._places(keys)
-            queries, slots = (x.expand(len(query), -1) for x in places)
-            wide = torch.promote_types(query.dtype, torch.float32)
-            bias = DecayBetween(self.angles.decay, queries, slots, wide)
-            return self.dense, {"position_bias": bias}
-        shape = self.mask.shape if isinstance(self.mask, Tensor) else ()
-        dense = len(shape) == 4 and shape[-1] == keys
-        if not dense and not self.function.endswith("eager"):
+            return self.dense
+        if self.function != "eager":
             raise ValueError(
-                "a model with a decay needs an attention function that adds a bias to the "
-                f"scores, sdpa, eager or flex_attention; got {self.function}"
+                "a decay is added to the scores, which needs the attention function sdpa or eager; "
+                f'got {self.function}: load the model with attn_implementation="sdpa"'
             )
-        return self._with_decay(query, keys).to(query.dtype), {}
+        return self._with_decay(query, keys).to(query.dtype)
 
     def _with_decay(self, query: Tensor, keys: int) -> Tensor:
         """The mask with the decay added, in float32 or wider."""
         assert self.angles.decay is not None
         wide = torch.promote_types(query.dtype, torch.float32)
-        places = self._places(keys)
-        return with_bias(self.dense, self.angles.decay(*places, wide).unsqueeze(1))
+        queries, slots = self._at.places(self.first, keys)
+        return with_bias(self.dense, self.angles.decay(queries, slots, wide).unsqueeze(1))
 
 
 def halve_static_keys(module: Any) -> Any:

@@ -8,7 +8,6 @@ pairs turn (frequencies, with a magnitude), or weights. To add one, write its ro
 """
 
 import copy
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -58,8 +57,10 @@ class Asked(NamedTuple):
 
 
 Parameters = Callable[..., dict[str, Any]]
-"""From what is asked, and the options of a method, to the entries of ``rope_parameters`` that it
-sets for layers that see the whole text."""
+"""From what is asked, and the given options of a method by name, to the entries of
+``rope_parameters`` that it sets for layers that see the whole text."""
+ROTARY = "rotary positions as in training, without a rule of its own"
+LIMITABLE = "a model of a supported family, with rotary positions"
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,11 @@ class Method:
         changes: ``distances``: what a distance counts; this package's attention computes it.
             ``frequencies``: those of rotary pairs, and the magnitude of cos and sin. ``weights``:
             of queries, and with them frequencies of other layers. ``nothing``.
+        parameters: See `Parameters`.
+        options: Names of its options.
         within: What it promises for texts of up to L tokens: ``exact``, or ``changed``.
         needs: What it needs of a model.
         engines: What runs the result.
-        parameters: See `Parameters`; its keyword-only arguments are the options of the method.
         reach: T / L by default.
         shorter: Whether T may be L or less.
         folder: Whether a model can be saved with it.
@@ -85,31 +87,19 @@ class Method:
     name: MethodName
     source: str
     changes: Literal["nothing", "distances", "frequencies", "weights"]
-    within: Literal["exact", "changed"]
-    needs: str
-    engines: tuple[str, ...]
     parameters: Parameters
+    options: tuple[str, ...] = ()
+    within: Literal["exact", "changed"] = "changed"
+    needs: str = ROTARY
+    engines: tuple[str, ...] = STOCK
     reach: float = 2.0
     shorter: bool = False
     folder: bool = True
     compared: bool = False
 
-    @property
-    def options(self) -> list[str]:
-        """Names of its options."""
-        known = inspect.signature(self.parameters).parameters.values()
-        return [each.name for each in known if each.kind is inspect.Parameter.KEYWORD_ONLY]
 
-
-ROTARY = "rotary positions as in training, without a rule of its own"
-LIMITABLE = "a model of a supported family, with rotary positions"
-
-
-def _nothing(asked: Asked) -> dict[str, Any]:
-    return {}
-
-
-def _limited(asked: Asked, *, near: int | None = None) -> dict[str, Any]:
+def limited(asked: Asked, near: int | None = None) -> dict[str, Any]:
+    """Keys beyond W = ``near`` score as if W back, and queries grow with log n beyond L."""
     near = asked.length if near is None else near
     check_whole("near, in tokens and at most L,", near, 1, asked.length, error=UserError)
     return {
@@ -118,13 +108,15 @@ def _limited(asked: Asked, *, near: int | None = None) -> dict[str, Any]:
     }
 
 
-def _leaky(asked: Asked) -> dict[str, Any]:
+def leaky(asked: Asked) -> dict[str, Any]:
+    """Beyond L / 2 distances grow so slowly that none reaches L."""
     near = max(1, asked.length // 2)
     slope = (asked.length - near) / (asked.to - near)
     return {"distance_map": asdict(DistanceMap.leaky(near, slope))}
 
 
-def _self_extend(asked: Asked, *, near: int | None = None) -> dict[str, Any]:
+def self_extend(asked: Asked, near: int | None = None) -> dict[str, Any]:
+    """`leaky`, rounded: from ``near`` on, by default L / 2, distances count groups of tokens."""
     near = max(1, asked.length // 2) if near is None else near
     check_whole("near, in tokens and below L,", near, 1, asked.length - 1, error=UserError)
     # The smallest with which far distances of T tokens stay within L.
@@ -132,9 +124,10 @@ def _self_extend(asked: Asked, *, near: int | None = None) -> dict[str, Any]:
     return {"distance_map": asdict(DistanceMap.grouped(near, group))}
 
 
-def _shifted(asked: Asked, *, near: int | None = None, first: int | None = None) -> dict[str, Any]:
+def shifted(asked: Asked, near: int | None = None, first: int | None = None) -> dict[str, Any]:
     """Distances from S = ``near`` on count from w = ``first`` on, so that all stay below L."""
-    length, to = asked.length, asked.to
+    length = asked.length
+    to = asked.to
     if first is None:
         first = max(1, min(128, length // 16))
     check_whole("first, in tokens and below L,", first, 0, length - 1, error=UserError)
@@ -151,9 +144,10 @@ def _shifted(asked: Asked, *, near: int | None = None, first: int | None = None)
     return {"distance_map": asdict(DistanceMap.shifted(near, first))}
 
 
-def _string(asked: Asked, *, near: int | None = None, first: int | None = None) -> dict[str, Any]:
+def string(asked: Asked, near: int | None = None, first: int | None = None) -> dict[str, Any]:
+    """`shifted` with cos and sin times 1 + 0.1 ln 2."""
     # YaRN by 1 has the frequencies of training, and a factor on cos and sin.
-    return _shifted(asked, near=near, first=first) | {
+    return shifted(asked, near, first) | {
         "rope_type": "yarn",
         "factor": 1.0,
         "original_max_position_embeddings": asked.length,
@@ -161,77 +155,34 @@ def _string(asked: Asked, *, near: int | None = None, first: int | None = None) 
     }
 
 
-def _linear(asked: Asked) -> dict[str, Any]:
-    return {"rope_type": "linear", "factor": asked.to / asked.length}
-
-
-def _ntk(asked: Asked) -> dict[str, Any]:
+def ntk(asked: Asked) -> dict[str, Any]:
+    """A larger base."""
     base = NTK(factor=asked.to / asked.length).scaled_base(asked.width, asked.base)
     return {"rope_type": "default", "rope_theta": base}
 
 
-def _ntk_text(asked: Asked) -> dict[str, Any]:
+def ntk_text(asked: Asked) -> dict[str, Any]:
+    """The base of dynamic NTK for each text and its answer, without a drift in between."""
     reached = max(asked.text or asked.to, asked.length)
     return {"rope_type": "ntk", "factor": asked.to / asked.length, "length": reached}
 
 
-def _dynamic(asked: Asked) -> dict[str, Any]:
-    return {"rope_type": "dynamic", "factor": asked.to / asked.length}
+def rule_of_transformers(rope_type: str, names_length: bool = True) -> Parameters:
+    """What sets a rule by T / L, with the parameters of the rule as options.
+
+    Args:
+        rope_type: Its name in Transformers.
+        names_length: Whether it reads L from a field of its own.
+    """
+
+    def parameters(asked: Asked, **options: Any) -> dict[str, Any]:
+        own = {"original_max_position_embeddings": asked.length} if names_length else {}
+        return {"rope_type": rope_type, "factor": asked.to / asked.length, **own, **options}
+
+    return parameters
 
 
-def _yarn(
-    asked: Asked,
-    *,
-    attention_factor: float | None = None,
-    beta_fast: float | None = None,
-    beta_slow: float | None = None,
-    truncate: bool | None = None,
-) -> dict[str, Any]:
-    return {
-        "rope_type": "yarn",
-        "factor": asked.to / asked.length,
-        "original_max_position_embeddings": asked.length,
-        "attention_factor": attention_factor,
-        "beta_fast": beta_fast,
-        "beta_slow": beta_slow,
-        "truncate": truncate,
-    }
-
-
-def _llama3(
-    asked: Asked, *, low_freq_factor: float = 1.0, high_freq_factor: float = 4.0
-) -> dict[str, Any]:
-    return {
-        "rope_type": "llama3",
-        "factor": asked.to / asked.length,
-        "original_max_position_embeddings": asked.length,
-        "low_freq_factor": low_freq_factor,
-        "high_freq_factor": high_freq_factor,
-    }
-
-
-def _longrope(
-    asked: Asked,
-    *,
-    short_factor: list[float] | None = None,
-    long_factor: list[float] | None = None,
-    attention_factor: float | None = None,
-) -> dict[str, Any]:
-    if not short_factor or not long_factor:
-        raise UserError(
-            "method longrope needs its divisors, which a search has found for the model: set "
-            "options short_factor and long_factor, one positive number for each rotary pair"
-        )
-    return {
-        "rope_type": "longrope",
-        "factor": asked.to / asked.length,
-        "original_max_position_embeddings": asked.length,
-        "short_factor": short_factor,
-        "long_factor": long_factor,
-        "attention_factor": attention_factor,
-    }
-
-
+YARN = ("attention_factor", "beta_fast", "beta_slow", "truncate")
 ROWS = (
     Method(
         "none",
@@ -239,29 +190,27 @@ ROWS = (
         changes="nothing",
         within="exact",
         needs="nothing",
-        engines=STOCK,
-        parameters=_nothing,
+        parameters=lambda asked: {},
         shorter=True,
         folder=False,
     ),
-    Method(  # ReRoPE with log n scaling: keys beyond W score as if W back
+    Method(
         "limited",
         source="ReRoPE: Su, 2023, https://kexue.fm/archives/9708",
         changes="distances",
         within="exact",
         needs=LIMITABLE,
         engines=PACKAGE,
-        parameters=_limited,
+        parameters=limited,
+        options=("near",),
         compared=True,
     ),
     Method(  # slow pairs divided by T / L, fast ones kept
         "yarn",
         source="YaRN: Peng et al., 2023, arXiv 2309.00071",
         changes="frequencies",
-        within="changed",
-        needs=ROTARY,
-        engines=STOCK,
-        parameters=_yarn,
+        parameters=rule_of_transformers("yarn"),
+        options=YARN,
         compared=True,
     ),
     Method(  # ntk with the base of the text so far; vLLM reads its name as another function
@@ -269,60 +218,54 @@ ROWS = (
         source="dynamic NTK: emozilla, 2023, reddit.com/r/LocalLLaMA",
         changes="frequencies",
         within="exact",
-        needs=ROTARY,
         engines=STOCK[:1],
-        parameters=_dynamic,
+        parameters=rule_of_transformers("dynamic", names_length=False),
         compared=True,
     ),
-    Method(  # a larger base
+    Method(
         "ntk",
         source="NTK-aware scaling: bloc97, 2023, reddit.com/r/LocalLLaMA",
         changes="frequencies",
-        within="changed",
-        needs=ROTARY,
-        engines=STOCK,
-        parameters=_ntk,
+        parameters=ntk,
         compared=True,
     ),
-    Method(  # beyond L / 2 distances grow so slowly that none reaches L
+    Method(
         "leaky",
         source="Leaky ReRoPE: Su, 2023, https://kexue.fm/archives/9708",
         changes="distances",
-        within="changed",
         needs=f"{LIMITABLE} whose frequencies do not depend on the text",
         engines=PACKAGE,
-        parameters=_leaky,
+        parameters=leaky,
         compared=True,
     ),
-    Method(  # leaky, rounded: beyond L / 2 distances count groups of tokens
+    Method(
         "self_extend",
         source="Self-Extend: Jin et al., 2024, arXiv 2401.01325",
         changes="distances",
-        within="changed",
         needs=f"{LIMITABLE} whose frequencies do not depend on the text",
         engines=PACKAGE,
-        parameters=_self_extend,
+        parameters=self_extend,
+        options=("near",),
     ),
-    Method(  # distances from S on count from w on
+    Method(
         "shifted",
         source="STRING: An et al., 2024, arXiv 2410.18745, without its factor",
         changes="distances",
-        within="changed",
         needs=f"{LIMITABLE} whose frequencies do not depend on the text",
         engines=PACKAGE,
-        parameters=_shifted,
+        parameters=shifted,
+        options=("near", "first"),
         reach=1.5,
         shorter=True,
         compared=True,
     ),
-    Method(  # the same with cos and sin times 1 + 0.1 ln 2
+    Method(
         "string",
         source="STRING: An et al., 2024, arXiv 2410.18745",
         changes="distances",
-        within="changed",
-        needs=ROTARY,
         engines=PACKAGE,
-        parameters=_string,
+        parameters=string,
+        options=("near", "first"),
         reach=1.5,
         shorter=True,
     ),
@@ -330,48 +273,40 @@ ROWS = (
         "temperature",
         source="log n scaling: Su, 2021, https://kexue.fm/archives/8823; SWAN, 2025, 2504.08719",
         changes="weights",
-        within="changed",
         needs="layers without positions that see the whole text; YaRN is for rotary ones that do",
-        engines=STOCK,
-        parameters=_yarn,
+        parameters=rule_of_transformers("yarn"),
+        options=YARN,
         compared=True,
     ),
-    Method(  # the base of dynamic NTK for each text and its answer, without a drift in between
+    Method(
         "ntk_text",
         source="dynamic NTK: emozilla, 2023, reddit.com/r/LocalLLaMA",
         changes="frequencies",
         within="exact",
-        needs=ROTARY,
         engines=PACKAGE,
-        parameters=_ntk_text,
+        parameters=ntk_text,
         folder=False,
     ),
     Method(  # positions divided by T / L
         "linear",
         source="position interpolation: kaiokendev, and Chen et al., 2023, arXiv 2306.15595",
         changes="frequencies",
-        within="changed",
-        needs=ROTARY,
-        engines=STOCK,
-        parameters=_linear,
+        parameters=rule_of_transformers("linear", names_length=False),
     ),
     Method(  # the ramp of Llama 3.1
         "llama3",
         source="Llama 3.1: Grattafiori et al., 2024, arXiv 2407.21783",
         changes="frequencies",
-        within="changed",
-        needs=ROTARY,
-        engines=STOCK,
-        parameters=_llama3,
+        parameters=rule_of_transformers("llama3"),
+        options=("low_freq_factor", "high_freq_factor"),
     ),
     Method(  # a divisor for every pair, other ones beyond L
         "longrope",
         source="LongRoPE: Ding et al., 2024, arXiv 2402.13753",
         changes="frequencies",
-        within="changed",
         needs=f"{ROTARY}, and divisors that were found for it",
-        engines=STOCK,
-        parameters=_longrope,
+        parameters=rule_of_transformers("longrope"),
+        options=("short_factor", "long_factor", "attention_factor"),
     ),
 )
 """Not had: dual chunk attention (An et al., 2024, arXiv 2402.17463), whose three queries meet one
@@ -534,7 +469,12 @@ def _snapshot(model: PreTrainedModel) -> Callable[[], None]:
     configurations their fields. Values of tensors are not copied: a method replaces tensors, and
     does not write into them.
     """
-    modules = [(module, type(module), _shallow(vars(module))) for module in model.modules()]
+    modules = []
+    for module in model.modules():
+        attributes = dict(vars(module))
+        for name in ("_parameters", "_buffers", "_modules"):
+            attributes[name] = copy.copy(attributes[name])
+        modules.append((module, type(module), attributes))
     found = [vars(module).get("config") for module in model.modules()]
     found += [model.config, model.config.get_text_config()]
     configs = {id(each): each for each in found if isinstance(each, PreTrainedConfig)}
@@ -550,12 +490,6 @@ def _snapshot(model: PreTrainedModel) -> Callable[[], None]:
             vars(config).update(values)
 
     return restore
-
-
-def _shallow(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a module's attributes, and of the dictionaries that hold its tensors and parts."""
-    held = ("_parameters", "_buffers", "_modules")
-    return {name: copy.copy(x) if name in held else x for name, x in attributes.items()}
 
 
 def _check_saveable(config: PreTrainedConfig, method: str) -> None:

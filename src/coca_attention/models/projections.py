@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from coca_attention.errors import UserError
-from coca_attention.models.configuration import free_pairs, rotation
-from coca_attention.ops import fold, get_form
+from coca_attention.models.configuration import free_pairs, rotation, score_form
+from coca_attention.ops import fold
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ def replace_key_projection(attention: Any) -> None:
     layout = attention.layout
     attention.free_pairs = free_pairs(attention.config, getattr(attention, "layer_type", None))
     if layout.split_fused is not None:
-        fused, split = getattr(attention, str(layout.fused_name)), layout.split_fused
+        fused = getattr(attention, str(layout.fused_name))
+        split = layout.split_fused
         attention.q_proj, attention.k_proj, attention.v_proj = (
             _from_rows(fused, lambda x, i=i: split(attention, x)[i]) for i in range(3)
         )
@@ -102,7 +103,8 @@ def replace_key_projection(attention: Any) -> None:
         # If the two members are independent, pair means of normalised keys are 1/√2 as large as
         # the keys, but the T norm scales them to 1: divide its weight by √2.
         # Free pairs keep theirs: a small weight would not survive + 1 - 1.
-        old, offset = attention.k_norm.weight, layout.norm_offset
+        old = attention.k_norm.weight
+        offset = layout.norm_offset
         weight = fold_heads(attention, old.detach().double())
         pairs, free = attention.head_dim // 2, attention.free_pairs
         turning = weight.unflatten(-1, (-1, pairs + free))[..., : pairs - free]
@@ -119,8 +121,8 @@ def replace_key_projection(attention: Any) -> None:
 def initial_form_parameters(attention: Any) -> dict[str, Tensor]:
     """Initial values of the learned parameters of an attention module's score form."""
     config = attention.config
-    sizes = config.num_attention_heads, attention.head_dim // 2 - attention.free_pairs
-    return get_form(config.coca_form).initial_parameters(*sizes)
+    collinear = attention.head_dim // 2 - attention.free_pairs
+    return score_form(config).initial_parameters(config.num_attention_heads, collinear)
 
 
 def _from_rows(
@@ -135,5 +137,6 @@ def _from_rows(
             value = rows(parameter.detach().t()).t().clone(memory_format=torch.contiguous_format)
             parameter = nn.Parameter(value, requires_grad=parameter.requires_grad)
         new.register_parameter(name, parameter)
-    new.in_features, new.out_features = projection.in_features, len(new.weight)
+    new.in_features = projection.in_features
+    new.out_features = len(new.weight)
     return new

@@ -48,7 +48,8 @@ class CoCARotary(nn.Module):
         far = None
         if turning.distance_map is not None:
             far = Far(turning.distance_map, turning.far_tables(position_ids, dtype))
-        return Angles(*turning.tables(position_ids, dtype), factor, turning.bias, far)
+        cos, sin = turning.tables(position_ids, dtype)
+        return Angles(cos, sin, factor, turning.bias, far)
 
 
 class VanillaRotary(CoCARotary):

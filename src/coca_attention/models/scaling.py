@@ -75,7 +75,8 @@ def set_rotary_scaling(
         )
     given = {"factor": factor, "length": length, **parameters}
     try:
-        probe, rule = copy.copy(config), _changed_parameters(config, kind, given)
+        probe = copy.copy(config)
+        rule = _changed_parameters(config, kind, given)
         if rope_parameters(config) is not config.rope_parameters:  # a set for each layer type
             rule = config.rope_parameters | {GLOBAL: rule}
         probe.rope_parameters = rule

@@ -21,7 +21,6 @@ from coca_attention.errors import UserError
 from coca_attention.models import METHODS, AlibiGPTNeoXConfig
 from coca_attention.models.configuration import (
     attention_of,
-    head_width,
     role_fields,
     rope_parameters,
 )
@@ -188,13 +187,11 @@ def _attention_fields(model: ModelRecipe, vanilla: PretrainedConfig, length: int
     """Fields in which a CoCA configuration differs from a vanilla one, for a training length."""
     if model.layers:
         return role_fields(model, model.attention, vanilla, length)
-    rotary = model.attention == "rope"
     fields: dict[str, Any] = {**model.rotation_fields(length)}
     if model.near is not None:
         fields["distance_map"] = asdict(DistanceMap.limited(model.near))
     return {
-        "coca_form": "strict" if rotary else model.attention,
-        "coca_free_pairs": head_width(vanilla) // 2 if rotary else 0,
+        "coca_form": model.attention,
         "rope_parameters": vanilla.rope_parameters | fields,
         "coca_linear": model.linear,
     }
