@@ -88,7 +88,7 @@ class _Worker:
         self.future = self.pool.submit(_compute, work, arguments, log)
         # The pool keeps the end of its results open that the process writes to. A process that is
         # killed within a result of more than 64 kB, what a pipe holds, would then never be missed:
-        # the pool's thread would wait for the rest (CPython 3.11 to 3.14).
+        # the pool's thread would wait for the rest (seen with Python 3.11 to 3.13).
         self.pool._result_queue._writer.close()  # pyright: ignore[reportPrivateUsage]
         return self.future
 
