@@ -33,7 +33,8 @@ def read_cells() -> pd.DataFrame:
 
 def table(cells: pd.DataFrame, ways: list[str], reference: str) -> Iterator[list[str]]:
     """Means over bases, and the ratio of perplexities at 4,096 tokens to those of one way."""
-    texts, keys = cells["perplexity"], cells["passkey"]
+    texts = cells["perplexity"]
+    keys = cells["passkey"]
     yield [
         "",
         *(f"perplexity {window:,}" for window in texts),

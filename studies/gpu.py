@@ -91,7 +91,8 @@ def run(every: Sequence[Sequence[str]], folder: Path, seconds: float) -> list[in
         subprocess.run(["nvidia-cuda-mps-control", "-d"], check=False)
     # A shell lets what it starts in the background ignore interrupts, and so would the runs.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    end, started = time.monotonic() + seconds, []
+    end = time.monotonic() + seconds
+    started = []
     for number, words in enumerate(every):
         log = open(folder / f"log-{number}.txt", "a")  # noqa: SIM115 (the process has it)
         command = [sys.executable, *words]

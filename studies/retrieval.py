@@ -54,7 +54,8 @@ def add(path: Path) -> None:
     run = json.loads(path.read_text(encoding="utf-8"))
     with TRIALS.open("a", encoding="utf-8") as file:
         for training in run["training"]:
-            arm, seed = training["name"], training["seed"]
+            arm = training["name"]
+            seed = training["seed"]
             cells = [
                 {
                     name: value

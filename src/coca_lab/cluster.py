@@ -41,6 +41,8 @@ class OnRay(ItemExecutor):
         # Processes compute many items each (max_calls), and so keep a model between them.
         options: Any = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_calls": 0}
         self._compute = self._ray.remote(**options, max_retries=0)(_compute_remotely)
+        self._work: Work | None = None
+        self._sent: Any = None
         self._running: list[Any] = []  # references to what was submitted, until it has ended
 
     @property
@@ -51,9 +53,14 @@ class OnRay(ItemExecutor):
         return 2 * max(1, int(fit))
 
     def submit(self, fn: Work, /, arguments: Sequence[object], label: str = "") -> Future[Outcome]:
+        if (
+            fn is not self._work
+        ):  # items with the same follow each other, and a cluster has one copy
+            self._sent = self._ray.put(cloudpickle.dumps(fn))
+            self._work = fn
         count = len(self._running)
         _, self._running = self._ray.wait(self._running, num_returns=count, timeout=0)
-        reference = self._compute.remote(os.getcwd(), cloudpickle.dumps(fn), arguments)
+        reference = self._compute.remote(os.getcwd(), self._sent, arguments)
         self._running.append(reference)
         return reference.future()
 

@@ -125,19 +125,29 @@ class Job:
     items: Sequence[Item]
     then: "Callable[[UserError | None], Iterable[Job]]" = lambda error: ()
     progress: Progress = lambda line, done, total: None
-    ended: list[Item] = field(default_factory=list, init=False)
+    ended: int = field(default=0, init=False)  # items that are done, or have failed
+    done: int = field(default=0, init=False)  # their cost
     failed: list[tuple[Item, Exception]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         once = {as_text(item.keys): item for item in self.items}  # methods share some
         self.items = [*once.values()]
+        self.total = sum(item.cost for item in self.items)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.ended == len(self.items)
+
+    def end(self, item: Item) -> None:
+        """Count an item that has ended."""
+        self.ended += 1
+        self.done += item.cost
 
     def tell(self, label: str = "") -> None:
         """Say how far it is, and what has just ended."""
-        line = f"{len(self.ended):,} of {len(self.items):,} items"
-        done = sum(item.cost for item in self.ended)
-        total = sum(item.cost for item in self.items)
-        self.progress(f"{line}, {label}" if label else line, done, total)
+        line = f"{self.ended:,} of {len(self.items):,} items"
+        self.progress(f"{line}, {label}" if label else line, self.done, self.total)
 
     @property
     def error(self) -> UserError | None:
@@ -229,10 +239,10 @@ class Engine:
                 if item.missing(self.store).keys:
                     attempts.append(_Attempt(job, item))
                 else:
-                    job.ended.append(item)
+                    job.end(item)
             if job.items:
                 job.tell()
-            if len(job.ended) == len(job.items):
+            if job.has_ended:
                 attempts += self._begin(job.then(None))
         return attempts
 
@@ -263,12 +273,12 @@ class Engine:
     def _end(self, attempt: _Attempt, error: Exception | None) -> list[_Attempt]:
         """Note that an item is done, or has failed; what follows if it was the last of its job."""
         job = attempt.job
-        job.ended.append(attempt.item)
+        job.end(attempt.item)
         if error is None:
             job.tell(attempt.item.label)
         else:
             job.failed.append((attempt.item, error))
-        return self._begin(job.then(job.error)) if len(job.ended) == len(job.items) else []
+        return self._begin(job.then(job.error)) if job.has_ended else []
 
 
 def problem(error: BaseException) -> str:

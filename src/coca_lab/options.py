@@ -24,6 +24,7 @@ from jsonargparse import (
     set_loader,
     set_parsing_settings,
 )
+from pydantic import ValidationError
 
 from coca_attention.errors import UserError, did_you_mean, error_prefix
 from coca_lab.yaml_files import load_yaml, read_yaml
@@ -35,21 +36,9 @@ Sections = Mapping[str, type]
 """Dataclasses by a prefix of their fields, all of which may be missing."""
 TASK_FIELD = "tasks"
 """The field of a dataclass that holds the sections that are set."""
-# What an error of jsonargparse or pydantic says, and what the user reads.
+# What an error of jsonargparse says, and what the user reads.
 WORDING = (
-    (r"\d+ validation errors? for .*\n", ""),
-    (r"(?m)^\s*[\w.\[\]]+\n", ""),  # where in a list or mapping
-    (r"\s*\[type=.*\n.*For further information visit \S+", ""),
-    (r"Problem with given class_path \S+", ""),
-    # Of the types of a union, what the first but None says.
-    (
-        r"(?s)Does not validate against any .*?Errors:\s+- (?:Expected a <class 'NoneType'>\s+- )?"
-        r"(.*?)(?:\n *- Expected a <class 'NoneType'>|\n *Given value type).*",
-        r"\1",
-    ),
     (r"(?s)Not a valid subclass of (\w+)\.? ?(Got value: [^\n]*)?.*", r"expected its fields. \2"),
-    (r"Input should be", "must be"),
-    (r", unable to parse string as an? \w+", ""),
     (r"Expected an? <class '(\w+)'>", r"expected \1"),
     (r"Expected an? typing\.Literal\[(.*?)\]", r"expected one of \1"),
     (r"\.?\s*Got value: ", ", got "),
@@ -184,7 +173,7 @@ def _from_file(parser: ArgumentParser, content: Values) -> Namespace:
         given = parser.parse_object(deepcopy(content), defaults=False)
         parser.validate(given, skip_unset=False)
     except (ArgumentError, TypeError, KeyError) as error:
-        raise UserError(_problem(parser, str(error))) from error
+        raise UserError(_problem(parser, error)) from error
     return given
 
 
@@ -195,7 +184,7 @@ def _from_words(parser: ArgumentParser, words: Sequence[str], given: Namespace) 
         given = parser.parse_args(spelled, namespace=given, defaults=False)
         parser.validate(given, skip_unset=False)
     except (ArgumentError, TypeError, KeyError) as error:
-        raise UserError(_problem(parser, str(error), typed=True)) from error
+        raise UserError(_problem(parser, error, typed=True)) from error
     return given
 
 
@@ -250,20 +239,22 @@ def _spelled(parser: ArgumentParser, words: Sequence[str]) -> Iterator[str]:
         yield f"--{name}={value}"
 
 
-def _problem(parser: ArgumentParser, text: str, typed: bool = False) -> str:
+def _problem(parser: ArgumentParser, error: BaseException, typed: bool = False) -> str:
     """An error of jsonargparse in one line, with the field, or the option if it was typed."""
-    found = re.findall(r"""(?:Parser key|Group|[Oo]ption) ["']([^"']+)["']""", text)
+    found = re.findall(r"""(?:Parser key|Group|[Oo]ption) ["']([^"']+)["']""", str(error))
     name = ".".join(dict.fromkeys(found))
-    said = re.split(r'Parser key "[^"]+":', text)[-1]
-    for pattern, wording in WORDING:
-        said = re.sub(pattern, wording, said)
-    given = re.search("Given value: (.*)", text)  # of a union
-    if given is not None and "got " not in said:
-        if re.search(r"than( or equal to)?\s*$", said):
-            # jsonargparse takes the given value out of the text, and so the same number as limit.
-            said = f"{said.rstrip()} {given[1]}"
-        said += f", got {given[1]}"
-    if "is not accepted" in text or "does not accept" in text:
+    # What failed first: jsonargparse raises an error of its own from it at every level.
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False)[0]
+        said = first["msg"].replace("Input should be", "must be").partition(", unable to")[0]
+        said += f", got {first['input']}"
+    else:
+        said = re.split(r'Parser key "[^"]+":', str(error))[-1]
+        for pattern, wording in WORDING:
+            said = re.sub(pattern, wording, said)
+    if "is not accepted" in said or "does not accept" in said:
         section = name.rpartition(".")[0]
         known = [each for each in option_names(parser) if each.rpartition(".")[0] == section]
         said = f"there is no such field{did_you_mean(name, known)}"

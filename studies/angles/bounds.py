@@ -67,7 +67,8 @@ def main() -> None:
     options = arguments.parse_args()
     model, documents, _ = read(options)
 
-    counts, means = [], []
+    counts = []
+    means = []
     for number, document in enumerate(documents):
         for layer in read_layers(model, document)[0]:
             generator = np.random.default_rng([options.seed, number, layer.index])

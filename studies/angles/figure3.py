@@ -37,7 +37,8 @@ def main() -> None:
     options = arguments.parse_args()
     model, documents, lengths = read(options)
 
-    rows, bins = [], []
+    rows = []
+    bins = []
     for layer, coefficients in sampled(model, documents, options):
         has_angle = coefficients.abs() > 0  # not where the ReLU gives t = 0
         angles = initial_angles(coefficients)

@@ -23,7 +23,8 @@ def borders_crossed(angles: Tensor, theta: Tensor, distance: int) -> tuple[Tenso
     # The slope of the score changes its sign where Θ_j + d θ_j passes a multiple of π: an even one
     # at q_j, an odd one at -q_j.
     swept = distance * theta
-    start, end = angles / TURN, (angles + swept) / TURN
+    start = angles / TURN
+    end = (angles + swept) / TURN
     peaks = end.floor() - start.floor()
     troughs = (end + 0.5).floor() - (start + 0.5).floor()
     return peaks, troughs, (swept / TURN).floor().expand(angles.shape)

@@ -152,13 +152,15 @@ def read_layers(model: PreTrainedModel, document: Tensor) -> tuple[list[Layer], 
 def _layer_of(index: int, attention: Any, hidden: Tensor) -> Layer:
     """The queries and keys of one attention module, from the hidden states that enter it."""
     query, key, _ = attention.project(hidden)
-    query, key = query.cpu().double(), key.cpu().double()
+    query = query.cpu().double()
+    key = key.cpu().double()
     if not (query.isfinite().all() and key.isfinite().all()):
         raise UserError(
             f"layer {index}: queries or keys are not finite; the model's weights are damaged, or "
             "its dtype overflows (try float32)"
         )
-    length, config = query.shape[-2], attention.config
+    length = query.shape[-2]
+    config = attention.config
     turns = rotation(config, getattr(attention, "layer_type", None))
     if turns.follows_length:
         turns = turns.for_length(length)
@@ -223,7 +225,8 @@ def relative_parts(layer: Layer, query: Tensor) -> tuple[Tensor, Tensor]:
     ``query`` is complex, (H, N, P). Only V depends on more than the distance.
     """
     # In every form Q' = A cos mθ + B sin mθ and K' = t (cos nθ, sin nθ); A and B are (H, N, 2, P).
-    one, zero = torch.ones_like(query.real), torch.zeros_like(query.real)
+    one = torch.ones_like(query.real)
+    zero = torch.zeros_like(query.real)
     learned = {n: x.double().unsqueeze(1) for n, x in (layer.parameters or {}).items()}
     form_query = get_form(layer.form).query
     a0, a1 = form_query(query.real, query.imag, one, zero, **learned).unbind(-2)

@@ -70,7 +70,9 @@ def main() -> None:
     options = arguments.parse_args()
     model, documents, _ = read(options)
 
-    energies, moved, losses = [], [], []
+    energies = []
+    moved = []
+    losses = []
     for number, document in enumerate(documents):
         length = len(document)
         layers, logits = read_layers(model, document)

@@ -36,7 +36,8 @@ class LinearLlamaAttention(LlamaAttention):
             projection(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = F.elu(query) + 1, F.elu(key) + 1
+        query = F.elu(query) + 1
+        key = F.elu(key) + 1
         shape = *value.shape[:2], self.head_dim
         empty = LinearState(value.new_zeros(*shape, self.head_dim), value.new_zeros(shape))
         rotated = apply_rotary_pos_emb(query, key, *position_embeddings)

@@ -42,7 +42,8 @@ def read_answers(path: Path) -> Frame:
     A run is an arm, a rate and a seed; those with the rate that was chosen are ``best``, those by
     which it was chosen ``tried``.
     """
-    content, rows = read_json(path), []
+    content = read_json(path)
+    rows = []
     if content["failures"]:
         failed = ", ".join(content["failures"])
         raise UserError(f"{path}: the tables need all trials, and these failed: {failed}")

@@ -101,7 +101,8 @@ def _measure_cell(
     key = [about, settings.samples, method.facts]
 
     def work(_: list[None]) -> list[Octaves]:
-        module, vocabulary = model.loaded(), recall_vocabulary(model.tokenizer)
+        module = model.loaded()
+        vocabulary = recall_vocabulary(model.tokenizer)
         with method.applied(module, length):
             return [read_texts(module, vocabulary, length, pairs, settings)]
 

@@ -46,10 +46,12 @@ def recall_text(
     values = generator.integers(half, len(vocabulary), pairs)
     others = np.delete(np.arange(len(vocabulary)), keys)
     ids = others[generator.integers(len(others), size=length)]
-    ids[0 : 2 * pairs : 2], ids[1 : 2 * pairs : 2] = keys, values
+    ids[0 : 2 * pairs : 2] = keys
+    ids[1 : 2 * pairs : 2] = values
     # Where the query of every pair stands, in steps of two tokens from the end of the text.
     places = length - 2 - 2 * generator.choice((length - 2 * pairs) // 2, pairs, replace=False)
-    ids[places], ids[places + 1] = keys, values
+    ids[places] = keys
+    ids[places + 1] = values
     order = np.argsort(places)
     answers = places[order] + 1
     return RecallText(vocabulary[ids], answers, answers - (2 * order + 1))
@@ -60,8 +62,10 @@ def recall_block(
 ) -> Block:
     """Recall texts of random lengths and loads, of which the answers alone are trained."""
     generator = np.random.default_rng(list(seed))
-    block, is_answer = np.full(length, end, dtype=np.int64), np.zeros(length, dtype=bool)
-    start, shortest = 0, 4 * FEWEST_PAIRS
+    block = np.full(length, end, dtype=np.int64)
+    is_answer = np.zeros(length, dtype=bool)
+    start = 0
+    shortest = 4 * FEWEST_PAIRS
     if length < shortest:
         raise UserError(
             f"a recall text takes at least {shortest} tokens, and a block has {length}: choose a "
@@ -79,7 +83,8 @@ def recall_block(
 
 def recall_blocks(tokenizer: PreTrainedTokenizerBase) -> Blocks:
     """Blocks to train on."""
-    vocabulary, end = recall_vocabulary(tokenizer), end_of_text(tokenizer)
+    vocabulary = recall_vocabulary(tokenizer)
+    end = end_of_text(tokenizer)
     return lambda length, seed: recall_block(vocabulary, end, length, seed)
 
 

@@ -27,7 +27,8 @@ def perplexities(folder: Path) -> Iterator[list[str]]:
     for length, read in lines.groupby("length"):
         nats = read.pivot_table(index="text", columns="method", values="nats")
         for method in [name for name in ORDER if name in nats]:
-            own, ratio = nats[method].dropna(), ""
+            own = nats[method].dropna()
+            ratio = ""
             if REFERENCE in nats and method != REFERENCE:
                 differences = (nats[method] - nats[REFERENCE]).dropna().tolist()
                 ratio = mean_and_interval(differences, lambda nats: f"{math.exp(nats):.3f}")
@@ -48,7 +49,8 @@ def scores() -> Iterator[list[str]]:
             for method, read in asked.groupby("method")
         }
         for method in [name for name in ORDER if name in found]:
-            table, difference = found[method], ""
+            table = found[method]
+            difference = ""
             # Prompts of different tasks are independent, so the i-th of all tasks are one draw.
             mean = mean_and_interval(table.mean().tolist(), "{:.0f}".format)
             if REFERENCE in found and method != REFERENCE:

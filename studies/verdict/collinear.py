@@ -34,7 +34,8 @@ from studies.verdict.score import Score
 
 def shift(cos: Tensor, sin: Tensor, phase: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin of the angles plus a phase."""
-    c, s = phase.cos(), phase.sin()
+    c = phase.cos()
+    s = phase.sin()
     return cos * c - sin * s, sin * c + cos * s
 
 
@@ -76,8 +77,10 @@ class Collinear(Score):
     ) -> None:
         super().__init__(heads, rotation)
         self.form = SHIFTED if form == SHIFTED.name else get_form(form)
-        self.free_pairs, self.signed = free_pairs, signed
-        self.query_width, pairs = rotation.width, rotation.width // 2
+        self.free_pairs = free_pairs
+        self.signed = signed
+        self.query_width = rotation.width
+        pairs = rotation.width // 2
         self.key_width = pairs + free_pairs
         learned = self.form.initial_parameters(heads, pairs - free_pairs)
         self.learned = nn.ParameterDict(learned)

@@ -75,8 +75,11 @@ class BaselineAttention(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        hidden, heads = config.hidden_size, config.num_attention_heads
-        self.heads, self.kv_heads, self.window = heads, kv_heads or heads, window
+        hidden = config.hidden_size
+        heads = config.num_attention_heads
+        self.heads = heads
+        self.kv_heads = kv_heads or heads
+        self.window = window
         self.value_width = hidden // heads
         self.score = SCORES[score](heads, Rotation(**rotation), **options)
         self.q_proj = nn.Linear(hidden, heads * self.score.query_width, bias=False)
@@ -113,7 +116,9 @@ class BaselineAttention(nn.Module):
         rotation = self.score.rotation
         positions = torch.arange(length, device=query.device)
         wide = torch.promote_types(query.dtype, torch.float32)
-        query, key, value = query.to(wide), key.to(wide), value.to(wide)
+        query = query.to(wide)
+        key = key.to(wide)
+        value = value.to(wide)
         query, key = self.score(query, key, *rotation.tables(positions, wide))
         factor = rotation.query_factor(positions, wide)
         output = attend(

@@ -134,7 +134,8 @@ def verdict(runs: Runs) -> list[Trial]:
         each: Trial = {"arm": arm, "other": other, "decides": (arm, other) in RULE}
         each |= {name: compare(runs, arm, other, name, SEEDS) for name in MEASURES}
         if each["decides"]:
-            won, again = wins(runs, arm, other, SEEDS), wins(runs, arm, other, REPEATS)
+            won = wins(runs, arm, other, SEEDS)
+            again = wins(runs, arm, other, REPEATS)
             each |= {"wins": won, "repeated": [name for name in won if name in again]}
         found.append(each)
     return found

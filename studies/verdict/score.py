@@ -26,7 +26,8 @@ class Score(nn.Module):
 
     def __init__(self, heads: int, rotation: Rotation) -> None:
         super().__init__()
-        self.heads, self.rotation = heads, rotation
+        self.heads = heads
+        self.rotation = rotation
 
     def forward(
         self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
