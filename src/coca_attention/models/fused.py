@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import sdpa_mask
-from transformers.models.granite_swa.modeling_granite_swa import eager_attention_forward
 
 from coca_attention.models.configuration import GLOBAL, LOCAL, layer_types, own_window
 from coca_attention.models.layer_pass import Band
@@ -68,8 +67,15 @@ def fused_attention(
         segments, window = attention_mask
         attention_mask = None
     if s_aux is not None:
-        counts = query.shape[-2], key.shape[-2]
-        sight = Sight(*counts, attention_mask, segments, is_causal, window, query.device)
+        sight = Sight(
+            queries=query.shape[-2],
+            keys=key.shape[-2],
+            mask=attention_mask,
+            segments=segments,
+            is_causal=is_causal,
+            window=window,
+            device=query.device,
+        )
         output = _attend_with_sinks(module, query, key, value, sight, scaling, dropout)
         return output.transpose(1, 2).contiguous(), None
     output = attend(
@@ -96,16 +102,17 @@ def _attend_with_sinks(
     dropout: float,
 ) -> Tensor:
     """The `eager` attention of GraniteSWA for a block of queries at a time, (B, H, T, D)."""
+    # Here, because earlier versions of Transformers have no GraniteSWA.
+    from transformers.models.granite_swa.modeling_granite_swa import eager_attention_forward
 
     def block(start: int, rows: Tensor) -> Tensor:
         seen, mask = sight.of(start, start + rows.shape[-2])
-        added = None
-        if mask is not None:
+        if mask is not None and mask.dtype == torch.bool:
             # Half of the lowest number, so that its sum with a score is finite in float16.
             hidden = torch.finfo(query.dtype).min / 2
-            added = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, hidden)
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, hidden)
         output, _ = eager_attention_forward(
-            module, rows, key[..., seen, :], value[..., seen, :], added, scaling, dropout
+            module, rows, key[..., seen, :], value[..., seen, :], mask, scaling, dropout
         )
         return output.transpose(1, 2)
 

@@ -156,7 +156,11 @@ def _attend_joined(
     """`attend_by_distance` as attention to near and far keys, of which a mask hides the others."""
     query, key, far_query, far_key, value = tensors
     past = sight.keys - sight.queries
-    query, near_keys, far_keys = side_by_side(query, key, far_query, far_key)
+    # Near and far queries side by side; near keys, zeros; zeros, far keys.
+    missing = far_key.shape[-2] - key.shape[-2]
+    near_keys = F.pad(key, (0, far_key.shape[-1], missing, 0))
+    far_keys = F.pad(far_key, (key.shape[-1], 0))
+    query = torch.cat((query, far_query), dim=-1)
 
     def block(start: int, rows: Tensor) -> Tensor:
         stop = start + rows.shape[-2]
@@ -218,16 +222,6 @@ def attend_half_by_distance(
     scores = torch.cat((scores, half_scores(query, last, near, scale)), dim=-1)
     output = weighted_values(scores, value, attention_mask)
     return output.flatten(1, 2).unsqueeze(-2).to(query.dtype)
-
-
-def side_by_side(
-    query: Tensor, key: Tensor, far_query: Tensor, far_key: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A query of width D + P + F, and near and far keys (B, G, S, D + P + F) that it scores."""
-    # Near and far queries side by side; near keys, zeros; zeros, far keys.
-    missing = far_key.shape[-2] - key.shape[-2]
-    near_keys = F.pad(key, (0, far_key.shape[-1], missing, 0))
-    return torch.cat((query, far_query), dim=-1), near_keys, F.pad(far_key, (key.shape[-1], 0))
 
 
 def _attend_in_parts(

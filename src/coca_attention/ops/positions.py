@@ -91,10 +91,7 @@ class Decay(NamedTuple):
         self, query_positions: Tensor, key_positions: Tensor, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """The addends (..., T, S) for m (..., T) and n (..., S); 0 for keys after the query."""
-        return self.of(query_positions.unsqueeze(-1) - key_positions.unsqueeze(-2), dtype)
-
-    def of(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The addends for distances m - n."""
+        distance = query_positions.unsqueeze(-1) - key_positions.unsqueeze(-2)
         return -self.exponent * (distance.clamp(min=0).to(dtype) / self.length).log1p()
 
 
