@@ -1,6 +1,8 @@
 """Caches keep the positions of their tokens: what else is done with a cache leaves them right."""
 
 import copy
+from functools import partial
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -78,6 +80,22 @@ def test_moved_rows_keep_theirs(model):
     assert difference(found, expected[order][:, 9:]) < 1e-12
     cache.batch_select_indices(order[:1])
     assert cache.layers[-1].positions.tolist() == ROWS[:1].tolist()
+
+
+def test_an_offloaded_cache_fetches_its_first_layer_after_the_last(model, monkeypatch):
+    """Not the positions, which stay where they are."""
+    stream = MagicMock()
+    monkeypatch.setattr(torch, "Stream", lambda *_: stream)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda *_: stream)
+    ids = some_tokens(model, length=14)
+    cache = DynamicCache(config=model.config, offloading=True)
+    read(model, ids, cache, 0, 12, ROWS)
+    fetched = Mock()
+    for index, layer in enumerate(cache.layers[:2]):
+        monkeypatch.setattr(layer, "prefetch", partial(fetched, index))
+    found = read(model, ids, cache, 12, 13, ROWS).logits
+    assert [call.args[0] for call in fetched.call_args_list] == [1, 0]
+    assert difference(found, whole(model, ids, ROWS)[:, 12:13]) < 1e-12
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -33,9 +33,17 @@ class PositionsLayer(DynamicLayer):
     They are (B, 1, S, 1), or of one row if all have the same.
     """
 
-    def __init__(self, static: bool) -> None:
+    def __init__(self, cache: Cache) -> None:
+        """Make the layer that a cache lacks, which has those of the model."""
         super().__init__()
-        self.is_compileable = static  # as the other layers: Transformers asks all of them
+        self.is_compileable = cache.is_compileable  # Transformers asks all layers
+        if cache.offloading:
+            sliding = (cache.only_non_sliding and layer.is_sliding for layer in cache.layers)
+            self.after = cache.layers[[*sliding].index(False)]
+
+    def prefetch(self) -> None:
+        """Fetch the layer after this one, the first of the model: positions are not offloaded."""
+        self.after.prefetch()
 
     @property
     def positions(self) -> Tensor:
@@ -219,7 +227,7 @@ class KeyPositions:
         if cache is None or torch.compiler.is_exporting():
             return
         if len(cache.layers) == self.config.num_hidden_layers:
-            cache.layers.append(PositionsLayer(static=cache.is_compileable))
+            cache.layers.append(PositionsLayer(cache))
         layer = _layer_of(cache, self.config)
         if layer is not None:
             layer.store(self.slots)
