@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+LAB    := $(VENV)/.lab
 READY  := $(VENV)/.ready
 
 .PHONY: help setup quickstart reproduce test test-slow test-engines test-lowest gpu-check lint docs package clean
@@ -21,18 +22,23 @@ help:
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+# What the command coca needs, and on top of it what tests and pages need.
+$(LAB): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed, this is " + sys.version.split()[0] + "; choose one with make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[lab]'
+	@touch $@
+
+$(READY): $(LAB)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-quickstart: $(READY)
+quickstart: $(LAB)
 	$(BIN)/coca study quickstart
 
 SIZE ?= 50m
 # OPTIONS: others of coca study. The same command resumes.
-reproduce: $(READY)
+reproduce: $(LAB)
 	$(if $(HOURS),timeout --foreground -s INT $(HOURS)h) $(BIN)/coca study paper-$(SIZE) $(if $(TEXT),--text '$(TEXT)') $(OPTIONS)
 
 # One process a core, one thread each: the tests' tensors are too small to share.
