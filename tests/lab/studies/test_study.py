@@ -369,7 +369,7 @@ def test_the_projects_studies_load_and_the_papers_models_differ_in_attention(tmp
         study.sizes = dict([*study.sizes.items()][:1])
         assert study.title and study.tasks
         # Studies compare models, or methods of one.
-        assert len(study.trials(tmp_path)) * len(study.methods) >= 4
+        assert len(study.trials(tmp_path)) * len(study.methods) >= 2
     roformer, *others = (trial.recipe for trial in load_study("paper-50m").trials(tmp_path))
     assert roformer.steps * 256 * 512 == pytest.approx(20 * 54_606_848, rel=1e-4)
     for other in others:

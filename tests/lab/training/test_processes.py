@@ -172,8 +172,8 @@ def runs(recipes, tmp_path_factory):
 
 
 BY_GRADIENT = "--training.trainer={adam_epsilon: 1.0e-3}"
-"""AdamW divides a gradient by its own size, so where that is round-off, a step is as large as any.
-Beside this epsilon a step is at most 1,000 learning rates times the gradient, and so is an error."""
+"""AdamW divides a gradient by its own size: where that is round-off, a step is as large as any.
+Beside this epsilon a step is at most 1,000 learning rates times the gradient."""
 
 
 def assert_the_same(ours, theirs, steps):
