@@ -261,6 +261,8 @@ def _problem(parser: ArgumentParser, error: BaseException, typed: bool = False) 
     elif "expected one of" in said:
         got = said.rpartition("got ")[2]
         said += did_you_mean(got, re.findall(r"'([^']*)'", said))
+    elif "valid integer" in said and re.search(r"\d[;:/ ]+\d", said):
+        said += ": separate numbers by commas, as in 64,128"
     if typed:
         name = option_of(name) if name else ""
         said += f" (see {parser.prog} --help)"

@@ -93,7 +93,7 @@ def test_a_run_has_a_card(base, staged, monkeypatch):
     _, folder = staged
     card = ModelCard.load(folder / "README.md")
     assert "1,088 tokens in 17 steps" in card.text and "No license is named" in card.text
-    perplexity = r"Perplexity on held-out blocks of the training text: \d+\.\d\d\.\n"
+    perplexity = r"Perplexity on blocks of `text\d`: \d+\.\d\d\.\n"
     assert re.search(perplexity, card.text)
     # The rotary base of the run is a model of Transformers itself.
     theirs = (base / "README.md").read_text()

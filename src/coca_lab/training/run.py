@@ -322,7 +322,8 @@ def summarise(run: Run, stages: list[Summary]) -> None:
     )
     if curves["validation"]:
         perplexity = curves["validation"][-1]["perplexity"]
-        text = recipe.validation.source
+        # Of an absolute path the last part: the card may be published.
+        text = Path(recipe.validation.source or "").name
         where = f"blocks of `{text}`" if text else "held-out blocks of the training text"
         trained += f" Perplexity on {where}: {perplexity:.2f}."
     write_card(run.output, config, source=recipe.model.start, sections={"Training": trained})

@@ -91,7 +91,7 @@ def test_help_comes_from_the_fields(capsys, words, options):
         (["study", "quickstart", "--seedz", "3"], "--seedz; did you mean --seeds?"),
         (
             ["eval", "perplexity", "x", "--windows", "64;128"],
-            "--windows: must be a valid integer, got",
+            "--windows: must be a valid integer, got 64;128: separate numbers by commas, as",
         ),
         (
             ["extend", "x", "y", "--method", "yarnn"],
