@@ -38,8 +38,8 @@ class PositionsLayer(DynamicLayer):
         super().__init__()
         self.is_compileable = cache.is_compileable  # Transformers asks all layers
         if cache.offloading:
-            sliding = (cache.only_non_sliding and layer.is_sliding for layer in cache.layers)
-            self.after = cache.layers[[*sliding].index(False)]
+            stay = [cache.only_non_sliding and sliding for sliding in cache.is_sliding]
+            self.after: Any = cache.layers[stay.index(False)]
 
     def prefetch(self) -> None:
         """Fetch the layer after this one, the first of the model: positions are not offloaded."""
@@ -48,13 +48,15 @@ class PositionsLayer(DynamicLayer):
     @property
     def positions(self) -> Tensor:
         """The positions, (1 or B, S)."""
+        assert self.keys is not None  # of a layer that is stored at once
         return self.keys[:, 0, :, 0]
 
     def store(self, positions: Tensor) -> None:
         """Replace them by others, (1 or B, S): in place where CUDA graphs need it."""
         stored = positions[:, None, :, None]
-        if self.is_compileable and self.is_initialized and self.keys.shape == stored.shape:
-            self.keys.copy_(stored)
+        kept = self.keys
+        if self.is_compileable and kept is not None and kept.shape == stored.shape:
+            kept.copy_(stored)
             return
         if self.is_compileable and not torch.compiler.is_compiling():
             torch._dynamo.mark_static_address(stored)
@@ -65,15 +67,15 @@ class PositionsLayer(DynamicLayer):
         """Nothing: those of an empty cache are not read."""
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        if len(self.keys) > 1:
+        if len(self.positions) > 1:
             super().reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if len(self.keys) > 1:
+        if len(self.positions) > 1:
             super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        if len(self.keys) > 1:
+        if len(self.positions) > 1:
             super().batch_select_indices(indices)
 
 
@@ -294,7 +296,7 @@ class KeyPositions:
 
 def _layer_of(cache: Any, config: PreTrainedConfig) -> PositionsLayer | None:
     """The positions that a cache keeps, after the layers of the model."""
-    layers = getattr(cache, "layers", ())
+    layers: list[Any] = getattr(cache, "layers", [])
     last = layers[-1] if len(layers) > config.num_hidden_layers else None
     return last if isinstance(last, PositionsLayer) else None
 
