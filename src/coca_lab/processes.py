@@ -14,6 +14,7 @@ from contextlib import suppress
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import torch
@@ -89,7 +90,8 @@ class _Worker:
         # The pool keeps the end of its results open that the process writes to. A process that is
         # killed within a result of more than 64 kB, what a pipe holds, would then never be missed:
         # the pool's thread would wait for the rest (seen with Python 3.11 to 3.13).
-        self.pool._result_queue._writer.close()  # pyright: ignore[reportPrivateUsage]
+        results: Any = self.pool._result_queue  # pyright: ignore[reportPrivateUsage]
+        results._writer.close()
         return self.future
 
     def end(self) -> None:

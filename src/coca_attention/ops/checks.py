@@ -51,8 +51,11 @@ def check_real(
     error: type[ValueError] = ValueError,
 ) -> None:
     """Raise ``error`` unless a value is a finite number in a range, ``above``: without its end."""
-    is_real = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_real or not lowest <= value <= highest or (above and value == lowest):
+    number = math.nan
+    if isinstance(value, Real) and not isinstance(value, bool):
+        number = float(value)
+    fits = lowest <= number <= highest and math.isfinite(number)
+    if not fits or (above and number == lowest):
         limits = f"{'above' if above else 'from'} {lowest}"
         limits += f" to {highest}" if highest < math.inf else ""
         raise error(f"{name} must be a finite number {limits}, got {value!r}")
