@@ -186,7 +186,8 @@ def test_a_text_that_is_too_short_to_validate_on_is_measured_whole(text_folder, 
     blocks = [*data_of(made, load_tokenizer(run)).validation]
     count = len(blocks)
     assert count % 2, "not whole micro-batches"
-    said = f"makes {count} blocks of 16 tokens, and validation.batches asks for 200: {count} are"
+    said = f"makes {count} blocks of 16 tokens, and validation.batches asks for 50 batches of 4: "
+    said += f"all {count} blocks are measured"
     assert said in caplog.text
     ids, targets = (
         torch.stack([b[name] for b in blocks]) for name in ("input_ids", "shift_labels")
