@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from coca_lab.files import RESUMABLE
 from runs import OPTIONS
 
 pytestmark = pytest.mark.slow
@@ -151,7 +152,7 @@ def test_on_a_full_disk_nothing_is_lost(study, tmp_path, size):
     try:
         process = start(study, disk / "out")
         _, said = process.communicate(timeout=600)
-        assert process.returncode == 2 and "No space left" in said, said
+        assert process.returncode == 2 and RESUMABLE in said, said
         subprocess.run([*mount, "remount,size=40m", "none", disk], check=True)
         process = start(study, disk / "out")
         _, again = process.communicate(timeout=600)
