@@ -53,9 +53,7 @@ class OnRay(ItemExecutor):
         return 2 * max(1, int(fit))
 
     def submit(self, fn: Work, /, arguments: Sequence[object], label: str = "") -> Future[Outcome]:
-        if (
-            fn is not self._work
-        ):  # items with the same follow each other, and a cluster has one copy
+        if fn is not self._work:  # a copy for the cluster; items with the same follow each other
             self._sent = self._ray.put(cloudpickle.dumps(fn))
             self._work = fn
         count = len(self._running)
