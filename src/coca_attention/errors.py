@@ -19,14 +19,20 @@ RENAMED = {"max_distance": "near"}
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """The end of a message about an unknown word: the nearest known one, or ``otherwise``."""
+    """The end of a message about an unknown word: known ones that are near, or ``otherwise``.
+
+    Near are up to five that begin with it, and that of the most letters in common.
+    """
     known = list(known)
     start, dot, last = word.replace("max-distance", "max_distance").rpartition(".")
     renamed = start + dot + last.replace(last.lstrip("-"), RENAMED.get(last.lstrip("-"), last))
     if renamed in known:
         return f"; it is called {renamed} now"
-    near = get_close_matches(word, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else otherwise
+    near = get_close_matches(word, known, n=1)
+    begun = [name for name in known if len(word) > 2 and name.startswith(word)]
+    if len(begun) <= 5:  # more would be a list of its own
+        near = list(dict.fromkeys([*near, *begun]))
+    return f"; did you mean {' or '.join(near)}?" if near else otherwise
 
 
 def published_at() -> str:
@@ -43,6 +49,16 @@ def install(extra: str = "") -> str:
     if source:
         return f"pip install 'coca-attention{extras} @ git+{source}'"
     return f"pip install '.{extras}'  # in a clone of coca-attention"
+
+
+def check_is_loaded(model: object) -> None:
+    """Raise UserError for a path, a name, None or whatever else is there in place of a model."""
+    if not callable(model):
+        raise UserError(
+            f"expected a loaded model, got {model!r}: load it first, for example by "
+            "AutoModelForCausalLM.from_pretrained; the commands coca extend and coca convert take "
+            "its folder or name"
+        )
 
 
 @contextmanager

@@ -5,8 +5,7 @@ Here without Transformers, for options and recipes.
 
 from typing import Literal
 
-MethodName = Literal[
-    "none",
+SavedMethod = Literal[
     "limited",
     "yarn",
     "dynamic",
@@ -16,8 +15,10 @@ MethodName = Literal[
     "shifted",
     "string",
     "temperature",
-    "ntk_text",
     "linear",
     "llama3",
     "longrope",
 ]
+"""Methods with which a model can be saved."""
+MethodName = Literal["none", "ntk_text", SavedMethod]
+"""All methods. ``none`` changes nothing, and ``ntk_text`` depends on the text that is read."""

@@ -46,19 +46,20 @@ class Roles:
 
     def __post_init__(self) -> None:
         if set(self.layers) - set("lg"):
-            raise UserError(f"layers must consist of the letters l and g, got {self.layers!r}")
+            raise UserError(f"`layers` must consist of the letters l and g, got {self.layers!r}")
         for name, smallest in (("window", 2), ("turning_pairs", 0)):
             value = getattr(self, name)
             whole = isinstance(value, Integral) and not isinstance(value, bool)
             if value is not None and not (whole and smallest <= int(value) <= LONGEST):
                 raise UserError(
-                    f"{name} must be a whole number between {smallest} and {LONGEST}, got {value!r}"
+                    f"`{name}` must be a whole number between {smallest} and {LONGEST}, got "
+                    f"{value!r}"
                 )
         if not (_is_finite(self.decay) and self.decay >= 0):
-            raise UserError(f"decay must be a finite number from 0, got {self.decay!r}")
+            raise UserError(f"`decay` must be a finite number from 0, got {self.decay!r}")
         length = self.decay_length
         if length is not None and not (_is_finite(length) and length > 0):
-            raise UserError(f"decay_length must be a finite number above 0, got {length!r}")
+            raise UserError(f"`decay_length` must be a finite number above 0, got {length!r}")
 
     def rotation_fields(self, length: int) -> dict[str, float]:
         """Rotary parameters of layers that see the whole text, for a training length in tokens."""
@@ -111,20 +112,20 @@ class Conversion(RenamedArguments):
         forms = (*FORMS, "rope")
         if self.form not in forms:
             hint = did_you_mean(str(self.form), forms)
-            raise UserError(f"form must be one of {', '.join(forms)}, got {self.form!r}{hint}")
+            raise UserError(f"`form` must be one of {', '.join(forms)}, got {self.form!r}{hint}")
         if self.roles is not None and not (isinstance(self.roles, Roles) and self.roles.layers):
             raise UserError(f'roles must be a Roles, such as Roles("llg"), got {self.roles!r}')
         if self.free_pairs and self.roles is not None:
-            raise UserError("roles determine the free pairs: leave out free_pairs")
+            raise UserError("roles determine the free pairs: leave out `free_pairs`")
         if self.free_pairs and self.form == "rope":
-            raise UserError("all pairs are free with form rope: leave out free_pairs")
+            raise UserError("all pairs are free with form rope: leave out `free_pairs`")
         if self.near is not None and self.roles is not None:
-            raise UserError("roles limit no distances: leave out near")
+            raise UserError("roles limit no distances: leave out `near`")
         for name in ("length", "near"):
             if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name), error=UserError)
+                check_whole(f"`{name}`", getattr(self, name), error=UserError)
         if self.length is not None and self.roles is None and not self.limits_distances:
-            raise UserError(f"a length is for roles and limits of distances, got {self.length}")
+            raise UserError(f"`length` is for roles and limits of distances, got {self.length}")
 
     @property
     def limits_distances(self) -> bool:

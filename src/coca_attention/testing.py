@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
 
+from coca_attention.errors import check_is_loaded
+
 __all__ = [
     "CHECKS",
     "assert_consistent",
@@ -152,6 +154,7 @@ def measure_consistency(
     model: PreTrainedModel, input_ids: Tensor | None = None, checks: Iterable[str] = tuple(CHECKS)
 ) -> dict[str, float]:
     """Largest difference of logits, relative to the largest logit, for every check of `CHECKS`."""
+    check_is_loaded(model)
     ids, checks = input_ids if input_ids is not None else some_tokens(model), tuple(checks)
     if not checks:
         raise ValueError(f"no checks; choose from {', '.join(CHECKS)}")
@@ -181,6 +184,7 @@ def assert_consistent(
         tolerance: Largest difference relative to the largest logit; default: 1,000 times the
             machine epsilon of the model's dtype.
     """
+    check_is_loaded(model)
     if tolerance is None:
         if torch.finfo(model.dtype).bits < 32:
             raise ValueError(

@@ -138,7 +138,7 @@ def usable_device(name: str) -> torch.device:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         there = "cpu" if accelerator is None else f"cpu, {accelerator.type}"
         raise UserError(
-            f"device {name!r} cannot be used here ({_brief(error)}): choose one of {there}"
+            f"`device` {name!r} cannot be used here ({_brief(error)}): choose one of {there}"
         ) from error
 
 

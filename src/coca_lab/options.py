@@ -89,6 +89,20 @@ def option_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def as_typed(message: str, names: Collection[str]) -> str:
+    """A message in which fields in backticks are options of the command line, as they are typed.
+
+    What the library and the settings raise names an argument as Python does; of ``names``, the
+    fields that the command has options for, the user has typed the option.
+    """
+
+    def typed(found: re.Match[str]) -> str:
+        fields = [name for name in names if found[1] in (name, name.rpartition(".")[2])]
+        return option_of(min(fields, key=len)) if fields else found[0]
+
+    return re.sub(r"`(\w+)`", typed, message)
+
+
 def option_parser(
     program: str,
     classes: Sequence[type] = (),

@@ -11,6 +11,8 @@ from coca_attention.errors import UserError, did_you_mean
 
 FILE_KINDS = {"recipe": "recipes", "study": "studies"}
 """What a file is called, and its folder: in the wheel, or at the root of the repository."""
+USES = {"recipe": "coca train", "study": "coca study"}
+"""The commands that take them."""
 MOST_VALUES = 100_000
 """Of a YAML file: a few lines of aliases of aliases can stand for billions."""
 INTEGER = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
@@ -119,6 +121,10 @@ def find_file(name: str | Path, kind: str) -> Path:
     here = {str(Path(FILE_KINDS[kind], path.name)): path for path in known.values()}
     if str(name) in known | here:
         return (known | here)[str(name)]
+    for other_kind in FILE_KINDS.keys() - {kind}:
+        if str(name) in shipped(other_kind) and kind in FILE_KINDS:
+            use = f"{USES[other_kind]} {name}"
+            raise UserError(f"{name}: no such {kind}; it is a {other_kind}: {use}")
     other = f"; give the path of a file, or one of {', '.join(known)}" if known else ""
     raise UserError(f"{name}: no such {kind}{did_you_mean(str(name), known, other)}")
 

@@ -205,17 +205,17 @@ CASES = {
     "half a tokenizer": (damaged(tokenizer_json=None), "has no tokenizer: copy tokenizer.json"),
     "code of a folder": (perplexity(make=lambda p: p.configured(
         model_type="mine", auto_map={"AutoConfig": "mine.Config"})), "code of its folder"),
-    "device": (perplexity("--device", "quantum"), "device 'quantum'"),
+    "device": (perplexity("--device", "quantum"), "--device 'quantum'"),
     "encoder": (perplexity(make=Place.encoder), "BertForMaskedLM reads in both directions"),
     "rope_type": (perplexity(make=lambda p: p.configured(rope_scaling={
         "rope_type": "hyperrope", "factor": 2.0})), "hyperrope"),
     "shapes": (perplexity(make=lambda p: p.configured(intermediate_size=72)),
                "weights have other shapes than its configuration says"),
     # Evaluations.
-    "factor alone": (perplexity("--factor", "8"), "factor is for a method"),
-    "factor of generate": (generate("x", "--factor", "8"), "factor is for a method"),
-    "length alone": (perplexity("--length", "8"), "length is for a method"),
-    "length of generate": (generate("x", "--length", "8"), "length is for a method"),
+    "factor alone": (perplexity("--factor", "8"), "--factor is for a method"),
+    "factor of generate": (generate("x", "--factor", "8"), "--factor is for a method"),
+    "length alone": (perplexity("--length", "8"), "--length is for a method"),
+    "length of generate": (generate("x", "--length", "8"), "--length is for a method"),
     "check without text": (lambda p: ["extend", p.model, p.new(), "--check-lengths", "64"],
                            "beside --check TEXT, which is missing"),
     "no source": (perplexity("--source", ""), "the source is empty"),
@@ -224,7 +224,7 @@ CASES = {
     "device as folder": (perplexity("--output", "/dev/null/x"), "/dev/null"),
     "values": (lambda p: [*perplexity()(p), "--output", p.damaged_values()], "sqlite is damaged"),
     "temperature": (generate("x", "--temperature", ".nan"), "temperature: must be a valid number"),
-    "cold": (generate("x", "--temperature", "1e-40"), "temperature must be 0, or at least"),
+    "cold": (generate("x", "--temperature", "1e-40"), "--temperature must be 0, or at least"),
     "seed of draws": (generate("x", "--seed", str(2**70)), "--seed: must be less than"),
     "bytes": (generate("\udcff"), "not UTF-8"),
     # Names in another encoding, which no card, result or page can say.
@@ -259,7 +259,7 @@ CASES = {
     "target": (lambda p: ["extend", p.new(), "/proc/x"], "/proc/x cannot be written"),
     "target of an export": (lambda p: ["export", p.new(), "/proc/x"], "/proc/x cannot be written"),
     "form to convert to": (convert("--form", "stric", make=lambda p: p.copy(
-        "llama-rope", model_safetensors=b"")), "coca: error: form must be"),
+        "llama-rope", model_safetensors=b"")), "coca: error: --form must be"),
     "free pairs": (convert("--free-pairs", "99"), "coca_free_pairs must be a whole number"),
 }  # fmt: skip
 
@@ -305,7 +305,7 @@ def test_a_study_reads_no_weights_before_everything_is_checked(place, monkeypatc
     monkeypatch.setattr("coca_lab.evaluation.task.load_model", None)
     for fields, message in (
         ({"models": models}, "model b: .*a weight file is damaged"),
-        ({"device": "quantum"}, "device 'quantum' cannot be used"),
+        ({"device": "quantum"}, "`device` 'quantum' cannot be used"),
         ({"perplexity": {"source": str(place.text), "windows": [16, 10**6]}}, "smaller windows"),
         ({"models": {"a": str(place.folder / "alibi")}, "scalings": [{"kind": "ntk"}]}, "rotary"),
     ):

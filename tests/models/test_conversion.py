@@ -45,7 +45,7 @@ def test_a_configuration_says_what_loads_it(tmp_path):
 
 
 def test_a_form_has_to_be_named():
-    with pytest.raises(UserError, match=r"form is missing: one of slack.* use extend_context"):
+    with pytest.raises(UserError, match=r"`form` is missing: one of slack.* use extend_context"):
         convert(vanilla("Llama"))
 
 
@@ -60,7 +60,7 @@ def test_an_unsupported_model_lists_the_families():
 
 LENGTH = "must be a whole number from 1, got"
 REFUSED = [
-    ("Llama", {"form": "slak"}, "form must be one of .* got 'slak'; did you mean slack?"),
+    ("Llama", {"form": "slak"}, "`form` must be one of .* got 'slak'; did you mean slack?"),
     ("Llama", {"kv_cache": "third"}, "'kv_cache' expected one of"),
     ("Llama", {"roles": "llg"}, "roles must be a Roles, such as .*, got 'llg'"),
     ("Gemma 3", {"roles": Roles("lg")}, "has rotary parameters per layer type"),
@@ -163,7 +163,7 @@ def test_settings_are_an_object_or_keywords():
         assert torch.equal(logits(model, ids), logits(models[0], ids))
     with pytest.raises(TypeError, match="'free_pair'; did you mean free_pairs"):
         convert(vanilla("Llama"), free_pair=2)
-    with pytest.raises(UserError, match=r"form must be one of .*, got Roles\("):
+    with pytest.raises(UserError, match=r"`form` must be one of .*, got Roles\("):
         convert(vanilla("Llama"), Roles("llg"))
 
 

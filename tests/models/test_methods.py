@@ -13,14 +13,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig
 
-from coca_attention import convert, extend_context
+from coca_attention import convert, extend_context, set_rotary_scaling
 from coca_attention.errors import UserError
 from coca_attention.method_names import MethodName
-from coca_attention.models import training_length
+from coca_attention.models import training_length, use_fused_attention
 from coca_attention.models.configuration import rope_parameters, rotation
 from coca_attention.models.methods import METHODS, applied
 from coca_attention.ops import DistanceMap
-from coca_attention.testing import decoded_logits, difference, logits, some_tokens
+from coca_attention.testing import (
+    assert_consistent,
+    decoded_logits,
+    difference,
+    logits,
+    measure_consistency,
+    some_tokens,
+)
 from covering import mostly_slow
 from families import FAMILIES, VARIED, reloaded, vanilla
 from natives import cohere
@@ -193,7 +200,7 @@ def test_string_is_shifted_with_a_factor_on_cos_and_sin(tmp_path):
         ({"to": 125}, "at most 2 L - w = 124 tokens"),
         (
             {"to": 96, "near": 35},
-            "near, in tokens from T - L .* between 36 and 64",
+            "`near`, in tokens from T - L .* between 36 and 64",
         ),
         ({"to": 96, "near": 65}, "between 36 and 64, got 65"),
         ({"first": 64}, "between 0 and 63, got 64"),
@@ -234,7 +241,7 @@ def test_a_model_is_extended_for_a_while(method):
             "Llama",
             {},
             {"method": "yarm"},
-            "method must be one of none, limited, .* did you mean yarn",
+            "`method` must be one of none, limited, .* did you mean yarn",
         ),
         (
             "Llama",
@@ -259,8 +266,29 @@ def test_what_cannot_be_extended_stays_as_it_is(family, changes, settings, messa
     assert difference(logits(model, ids), expected) < 1e-6
 
 
+@pytest.mark.parametrize("given", ["a/folder", Path("a/folder"), None])
+def test_what_is_no_loaded_model_is_refused(given):
+    def apply(model):
+        with applied(model, "none"):
+            pass
+
+    takers = [
+        lambda model: convert(model, "strict"),
+        lambda model: extend_context(model, "yarn"),
+        extend_context,
+        apply,
+        lambda model: set_rotary_scaling(model, "ntk"),
+        use_fused_attention,
+        assert_consistent,
+        measure_consistency,
+    ]
+    for take in takers:
+        with pytest.raises(UserError, match=r"expected a loaded model, got .*: load it first"):
+            take(given)
+
+
 def test_every_name_has_a_row_and_every_row_a_name():
-    assert list(METHODS) == list(get_args(MethodName))
+    assert sorted(METHODS) == sorted(get_args(MethodName))
     for row in METHODS.values():
         assert row.name == "none" or ("20" in row.source and row.needs and row.engines)
 
@@ -330,9 +358,9 @@ def test_a_folder_of_limits_that_does_not_say_so_is_not_extended_again():
 @pytest.mark.parametrize("length", [0, -1, 31.5, True, "32"])
 def test_lengths_are_whole_numbers(method, length):
     model = vanilla("Llama")
-    with pytest.raises(UserError, match="length, the tokens that the model was made for, must be"):
+    with pytest.raises(UserError, match="`length`, the tokens that the model was made for, must"):
         extend_context(model, method, length=length)
-    with pytest.raises(UserError, match="to, the tokens to read, must be"):
+    with pytest.raises(UserError, match="`to`, the tokens to read, must be"):
         extend_context(model, method, to=length)
 
 
@@ -357,9 +385,9 @@ def test_distances_up_to_the_training_length_need_frequencies_of_one_length():
 
 def test_options_are_those_of_the_method():
     model = vanilla("Llama")
-    with pytest.raises(UserError, match="dynamic has no option beta_fast: beta_fast is for method"):
+    with pytest.raises(UserError, match="dynamic has no option `beta_fast`: beta_fast is for"):
         extend_context(model, "dynamic", beta_fast=2.0)
-    with pytest.raises(UserError, match="yarn has no option speed: it takes attention_factor"):
+    with pytest.raises(UserError, match="yarn has no option `speed`: it takes attention_factor"):
         extend_context(model, "yarn", speed=2)
     with pytest.raises(UserError, match="no model is saved with it"):
         extend_context(model, "ntk_text")

@@ -18,7 +18,7 @@ from transformers import (
     initialization,
 )
 
-from coca_attention.errors import UserError, did_you_mean
+from coca_attention.errors import UserError, check_is_loaded, did_you_mean
 from coca_attention.models.configuration import (
     GLOBAL,
     LOCAL,
@@ -76,14 +76,15 @@ def convert(
             model is then unchanged.
         TypeError: If a setting is unknown.
     """
+    check_is_loaded(model)
     known = [field.name for field in fields(Conversion)]
     for name in sorted(settings.keys() - known):
         hint = did_you_mean(name, known, f"; choose one of {', '.join(known)}")
         raise TypeError(f"convert() got an unexpected keyword argument {name!r}{hint}")
     if form is None:
         raise UserError(
-            f"form is missing: one of {', '.join(FORMS)}, or with roles rope; to extend a model's "
-            "context without training use extend_context(model)"
+            f"`form` is missing: one of {', '.join(FORMS)}, or with roles rope; to extend a "
+            "model's context without training use extend_context(model)"
         )
     wanted = replace(form if isinstance(form, Conversion) else Conversion(form), **settings)
     forget_gguf(model)
@@ -275,7 +276,7 @@ def _added_fields(config: PreTrainedConfig, wanted: Conversion) -> dict[str, Any
         near = length if wanted.near is None else wanted.near
         if near > length:
             raise UserError(
-                f"near must be at most the training length of {length} tokens, got {near}"
+                f"`near` must be at most the training length of {length} tokens, got {near}"
             )
         limited = rope | {
             "temperature": length,

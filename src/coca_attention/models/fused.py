@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
+from coca_attention.errors import check_is_loaded
 from coca_attention.models.configuration import GLOBAL, LOCAL, layer_types, own_window
 from coca_attention.models.layer_pass import Band
 from coca_attention.ops import attend
@@ -32,7 +33,11 @@ def use_fused_attention(model: PreTrainedModel) -> PreTrainedModel:
 
     Returns:
         The model.
+
+    Raises:
+        UserError: For a path or a name in place of a model.
     """
+    check_is_loaded(model)
     theirs = model.config._attn_implementation
     sinks = theirs == "eager" and model.config.model_type == "granite_swa"
     windows = (

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from coca_attention.errors import RENAMED, UserError, did_you_mean
+from coca_attention.errors import RENAMED, UserError, check_is_loaded, did_you_mean
 from coca_attention.method_names import MethodName
 from coca_attention.models.configuration import (
     GLOBAL,
@@ -101,7 +101,7 @@ class Method:
 def limited(asked: Asked, near: int | None = None) -> dict[str, Any]:
     """Keys beyond W = ``near`` score as if W back, and queries grow with log n beyond L."""
     near = asked.length if near is None else near
-    check_whole("near, in tokens and at most L,", near, 1, asked.length, error=UserError)
+    check_whole("`near`, in tokens and at most L,", near, 1, asked.length, error=UserError)
     return {
         "temperature": asked.length,
         "distance_map": asdict(DistanceMap.limited(near)),
@@ -118,7 +118,7 @@ def leaky(asked: Asked) -> dict[str, Any]:
 def self_extend(asked: Asked, near: int | None = None) -> dict[str, Any]:
     """`leaky`, rounded: from ``near`` on, by default L / 2, distances count groups of tokens."""
     near = max(1, asked.length // 2) if near is None else near
-    check_whole("near, in tokens and below L,", near, 1, asked.length - 1, error=UserError)
+    check_whole("`near`, in tokens and below L,", near, 1, asked.length - 1, error=UserError)
     # The smallest with which far distances of T tokens stay within L.
     group = math.ceil((asked.to - near) / (asked.length - near))
     return {"distance_map": asdict(DistanceMap.grouped(near, group))}
@@ -130,7 +130,7 @@ def shifted(asked: Asked, near: int | None = None, first: int | None = None) -> 
     to = asked.to
     if first is None:
         first = max(1, min(128, length // 16))
-    check_whole("first, in tokens and below L,", first, 0, length - 1, error=UserError)
+    check_whole("`first`, in tokens and below L,", first, 0, length - 1, error=UserError)
     # The largest distance, T - 1, becomes T - 1 - S + w.
     smallest = max(to - length + first, first + 1)
     if smallest > length:
@@ -140,7 +140,7 @@ def shifted(asked: Asked, near: int | None = None, first: int | None = None) -> 
         )
     if near is None:
         near = (to + first) // 2 if to > length else max(smallest, length // 3)
-    check_whole("near, in tokens from T - L + w to L,", near, smallest, length, error=UserError)
+    check_whole("`near`, in tokens from T - L + w to L,", near, smallest, length, error=UserError)
     return {"distance_map": asdict(DistanceMap.shifted(near, first))}
 
 
@@ -368,6 +368,7 @@ def extend_context(
         >>> model.config.rope_parameters["factor"], model.config.max_position_embeddings
         (4.0, 512)
     """
+    check_is_loaded(model)
     if method is None:
         method = recommended(*extended_lengths(model.config, to, length))
     row = method_named(method)
@@ -412,6 +413,7 @@ def applied(
     Raises:
         UserError: As `extend_context`.
     """
+    check_is_loaded(model)
     row = method_named(method)
     restore = _snapshot(model)
     try:
@@ -438,7 +440,7 @@ def method_named(method: str) -> Method:
     """The row of a name; UserError with what is near if there is none."""
     if not isinstance(method, str) or method not in METHODS:
         hint = did_you_mean(str(method), METHODS)
-        raise UserError(f"method must be one of {', '.join(METHODS)}, got {method!r}{hint}")
+        raise UserError(f"`method` must be one of {', '.join(METHODS)}, got {method!r}{hint}")
     return METHODS[method]
 
 
@@ -454,11 +456,11 @@ def extended_lengths(
         length = training_length(config.get_text_config())
         if length is None:
             raise UserError(f"{config.model_type} does not say how long its training texts were")
-    check_whole("length, the tokens that the model was made for,", length, error=UserError)
+    check_whole("`length`, the tokens that the model was made for,", length, error=UserError)
     shorter = method is not None and method.shorter
     if to is None:
         to = round((method.reach if method else 2.0) * length)
-    check_whole("to, the tokens to read,", to, 1 if shorter else length + 1, error=UserError)
+    check_whole("`to`, the tokens to read,", to, 1 if shorter else length + 1, error=UserError)
     return length, to
 
 
@@ -544,7 +546,7 @@ def _check_options(method: Method, options: Mapping[str, Any]) -> None:
             holders = [each.name for each in METHODS.values() if name in each.options]
             if holders:
                 takes = f"{name} is for method {' and '.join(holders)}: leave it out"
-            raise UserError(f"method {method.name} has no option {name}: {takes}")
+            raise UserError(f"method {method.name} has no option `{name}`: {takes}")
 
 
 def _check_original(config: PreTrainedConfig) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from coca_attention.errors import UserError
+from coca_attention.errors import UserError, check_is_loaded
 from coca_attention.models.configuration import (
     GLOBAL,
     LOCAL_RULE,
@@ -66,6 +66,7 @@ def set_rotary_scaling(
         UserError: If the model has no rotary embedding or that of another family, or a value is out
             of range. The model is then unchanged.
     """
+    check_is_loaded(model)
     config = model.config.get_text_config()
     modules = _rotary_modules(model)
     if not modules:

@@ -115,6 +115,8 @@ def _run(words: list[str]) -> None:
         print(f"coca {__version__}")
         return
     groups = {g: {n: line for n, (_, line) in table.items()} for g, table in COMMANDS.items()}
+    if words[:1] == ["help"]:  # as git and cargo have it
+        words = [*words[1:], "--help"]
     name = choose("coca", words, groups)
     if name is None:
         return
@@ -138,10 +140,13 @@ def _run_command(
     name: str, full_name: str, summary: str, words: list[str], arguments: list[str]
 ) -> None:
     """Read the options of a command, and run its function with them behind other arguments."""
-    from coca_lab.cli.parsing import parse  # imports pydantic, of the extra
+    from coca_lab.cli.parsing import as_typed_in, parse  # imports pydantic, of the extra
 
-    values = parse(full_name, summary, words)
-    load(name)(*arguments, *values)
+    try:
+        values = parse(full_name, summary, words)
+        load(name)(*arguments, *values)
+    except UserError as error:
+        raise type(error)(as_typed_in(full_name, str(error))) from error
 
 
 def load(name: str) -> Command:

@@ -39,6 +39,10 @@ from coca_lab.weights import quantised_by
 
 log = logging.getLogger(__name__)
 
+MEASURED = {"distances": 16, "frequencies": 16, "weights": 64}
+"""T / L up to which methods of a kind were measured: 4,096 tokens of models made for 256
+(results/extension), and a temperature in their queries 16,384 (results/retrieval)."""
+
 
 def convert_command(path: str, target: str, wanted: Conversion, folder: FolderSettings) -> None:
     """Turn a vanilla model's folder into the CoCA model of its family, to be trained on."""
@@ -82,6 +86,8 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
     length, to = extended_lengths(config, wanted.to, wanted.length, METHODS.get(wanted.method))
     _print_training_length(config, wanted.length)
     method = recommended(length, to) if wanted.method == "auto" else wanted.method
+    if not check.check:
+        _say_what_is_taken(wanted, method, length, to)
     chosen = MethodSettings(method, to / length, _options(wanted, method), wanted.length)
     report = ""
     if check.check:
@@ -101,6 +107,22 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
         f"{target}: {model.config.model_type}, {chosen.name}, for texts of {to:,} tokens; runs in "
         f"{', '.join(engines)}"
     )
+
+
+def _say_what_is_taken(wanted: ExtendSettings, method: MethodName, length: int, to: int) -> None:
+    """Say which method an unmeasured extension takes where it is not YaRN, and what is unknown."""
+    if wanted.method == "auto" and method != "yarn":
+        print(
+            f"Method: {method}, the default beyond twice the training length, where YaRN's "
+            "perplexity is higher; --method yarn runs in every engine, --check TEXT measures all"
+        )
+    farthest = MEASURED[METHODS[method].changes]
+    if to > farthest * length:
+        log.warning(
+            f"{to:,} tokens are {to / length:,.0f} times the training length; {method} was "
+            f"measured up to {farthest} times, so how well the model reads there is unknown: "
+            "--check TEXT measures it"
+        )
 
 
 def _options(wanted: ExtendSettings, method: MethodName) -> dict[str, Any]:
@@ -146,20 +168,23 @@ def _compare(
             )
     finally:
         free_weights()
-    tables = [*printed_tables(found.cells), found.table()]
-    for table in tables:
-        print_table(*table)
     choice = found.choice
-    print(RULE)
     print(choice.reason)
     for warning in choice.warnings:
         log.warning("%s", warning)
-    if found.taken is None:
+    tables = [found.table(), *printed_tables(found.cells)]
+    if found.taken is not None:
+        print_table(*found.table())
+        print("The rule and all tables are in the model card, README.md.")
+    else:  # there is no card
+        for table in tables:
+            print_table(*table)
+        print(RULE)
         raise UserError(
             "no method is taken, so nothing is written: name one by --method, or let more "
             "documents decide (--check-documents)"
         )
-    said = " ".join([RULE, choice.reason, *choice.warnings])
+    said = " ".join([choice.reason, *choice.warnings, RULE])
     return found.taken, "\n\n".join([said, *(markdown_table(*table) for table in tables)])
 
 

@@ -11,7 +11,7 @@ from jsonargparse import ArgumentParser
 
 from coca_attention.errors import UserError
 from coca_attention.roles import Conversion
-from coca_lab.options import build, option_parser, read_options
+from coca_lab.options import as_typed, build, option_names, option_parser, read_options
 from coca_lab.recipe import Recipe
 from coca_lab.settings.commands import (
     CheckSettings,
@@ -128,7 +128,7 @@ def parse(name: str, summary: str, words: list[str]) -> list[Any]:
         from coca_attention.ops import FORMS  # imports torch
 
         raise UserError(
-            f"--form is missing: one of {', '.join(FORMS)}, or with --roles.layers rope; to extend "
+            f"`form` is missing: one of {', '.join(FORMS)}, or with --roles.layers rope; to extend "
             "a model's context without training use coca extend MODEL TARGET"
         )
     options = _options(name)
@@ -163,6 +163,16 @@ def command_parser(name: str, summary: str, short: bool = False) -> ArgumentPars
         many: Any = {"nargs": each[-1]} if each[-1] in "?+" else {}
         parser.add_argument(each.rstrip("?+"), help=POSITIONALS[each], **many)
     return parser
+
+
+def as_typed_in(name: str, message: str) -> str:
+    """The message of an error in which a command's options are named as they are typed.
+
+    The fields of a file keep their names: most are set there.
+    """
+    if name in FILES:
+        return message
+    return as_typed(message, option_names(command_parser(name, "")))
 
 
 def _options(name: str) -> Options:

@@ -9,9 +9,8 @@ from pathlib import Path
 from coca_attention.errors import UserError, did_you_mean
 from coca_lab.options import first_sentence
 from coca_lab.recipe import load_recipe
-from coca_lab.yaml_files import FILE_KINDS, shipped
+from coca_lab.yaml_files import FILE_KINDS, USES, shipped
 
-USES = {"recipe": "coca train NAME", "study": "coca study NAME"}
 NAMES = 29
 """Columns for the names in the list."""
 
@@ -23,7 +22,7 @@ def recipes_command(name: str | None) -> None:
         columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10**6
         width = max(columns, 2 * NAMES)
         for kind, folder in FILE_KINDS.items():
-            print(f"{folder} ({USES[kind]}):")
+            print(f"{folder} ({USES[kind]} NAME):")
             for each, path in shipped(kind).items():
                 line = f"  {each:<{NAMES}} "
                 print(line + textwrap.shorten(purpose(path), width - len(line), placeholder=" …"))

@@ -46,7 +46,7 @@ def _applied(
     options: dict[str, Any] = {}
     if thinking != "default":
         if "enable_thinking" not in tokenizer.get_chat_template():
-            raise UserError("it has no enable_thinking to set: leave out thinking")
+            raise UserError("it has no enable_thinking to set: leave out `thinking`")
         options["enable_thinking"] = thinking == "on"
     content = [{"type": "text", "text": said}] if as_parts else said
     messages: Any = [{"role": "user", "content": content}]

@@ -130,7 +130,9 @@ def check_lengths(settings: CheckSettings, length: int, to: int) -> list[int]:
     doubles = [length << n for n in range(1, 20) if length << n < to]
     lengths = sorted({length, *(settings.check_lengths or [*doubles, to])})
     if lengths[-1] <= length:
-        raise UserError(f"check_lengths need one above L = {length:,} tokens, got {lengths[-1]:,}")
+        raise UserError(
+            f"`check_lengths` need one above L = {length:,} tokens, got {lengths[-1]:,}"
+        )
     return lengths
 
 

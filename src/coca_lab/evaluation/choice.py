@@ -217,9 +217,9 @@ class Choice:
         engines = f"runs in {', '.join(taken.engines)}"
         if not self.finds:
             return (
-                "No method finds the numbers beyond L, so nothing can be said about which reads "
-                f"farther: the best has {_digit(best.far)}, a guess {GUESS:.2f}. {taken.method} is "
-                f"taken: it shows no loss within L and {engines}."
+                f"{taken.method} is taken: it shows no loss within L and {engines}. No method "
+                "finds the numbers beyond L, so nothing can be said about which reads farther: the "
+                f"best has {_digit(best.far)}, a guess {GUESS:.2f}."
             )
         said = f"{taken.method} is taken: beyond L it has {_digit(taken.far)}"
         if taken is not best:

@@ -127,7 +127,7 @@ def fold_context(model: PreTrainedModel, context: int) -> float:
     """Fold a temperature for N tokens, which become the model's length; returns the factor."""
     length: int = model.config.max_position_embeddings
     if context < length:
-        raise UserError(f"context must be at least the training length, {length}; got {context}")
+        raise UserError(f"`context` must be at least the training length, {length}; got {context}")
     factor = math.log(context + 1) / math.log(length + 1)
     fold_temperature(position_free_queries(model), factor)
     model.config.max_position_embeddings = context

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from coca_attention.errors import UserError
-from coca_attention.method_names import MethodName
+from coca_attention.method_names import SavedMethod
 from coca_lab.settings.sources import BadLines, Dtype, PathText, Precision, Thinking
 from coca_lab.settings.studies import MethodSettings
 
@@ -50,11 +50,15 @@ class GenerateSettings(PlacedSettings, MethodSettings):
 
     def __post_init__(self) -> None:
         if 0 < self.temperature < COLDEST:
-            raise UserError(f"temperature must be 0, or at least {COLDEST}, got {self.temperature}")
+            raise UserError(
+                f"`temperature` must be 0, or at least {COLDEST}, got {self.temperature}"
+            )
         if not self.temperature and (self.top_p, self.top_k) != (None, None):
-            raise UserError("top_p and top_k are for draws: set --temperature, for example to 1")
+            raise UserError(
+                "`top_p` and `top_k` are for draws: set --temperature, for example to 1"
+            )
         if self.thinking != "default" and not self.chat:
-            raise UserError("thinking is said in the chat template: set --chat")
+            raise UserError("`thinking` is said in the chat template: set --chat")
         self.check_is_used()
 
 
@@ -92,7 +96,7 @@ class EndpointSettings:
 
     def __post_init__(self) -> None:
         if self.model is not None and self.endpoint is None:
-            raise UserError("model is what a server calls it: set --endpoint, or instead --name")
+            raise UserError("`model` is what a server calls it: set --endpoint, or instead --name")
 
 
 @dataclass
@@ -125,7 +129,7 @@ class ExtendSettings:
 
     to: PositiveInt | None = None
     """The longest text in tokens that the model is to read; by default twice L."""
-    method: Literal["auto", MethodName] = "auto"
+    method: Literal["auto", SavedMethod] = "auto"
     """limited: distances beyond W score as if W (ReRoPE with log n), which changes nothing in texts
     of up to W tokens; leaky: beyond L/2 they grow so slowly that none reaches L (Leaky ReRoPE);
     yarn, dynamic, ntk, linear, llama3 and longrope change rotations; temperature is for models

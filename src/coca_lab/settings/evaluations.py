@@ -47,14 +47,16 @@ class WindowSettings:
             check_stride(window, self.step)
         if (self.attend_last or 1) > max(self.windows):
             raise UserError(
-                f"attend_last must be at most the largest window, got {self.attend_last}"
+                f"`attend_last` must be at most the largest window, got {self.attend_last}"
             )
         if (self.positions or 1) > min(self.windows):
-            raise UserError(f"positions must be at most the smallest window, got {self.positions}")
+            raise UserError(
+                f"`positions` must be at most the smallest window, got {self.positions}"
+            )
         if self.targets == "one-pass" and not self.stride == self.positions is None:
             raise UserError(
-                "one pass over a document has neither stride nor positions: its ranges end at the "
-                "windows; leave both out"
+                "one pass over a document has neither `stride` nor `positions`: its ranges end at "
+                "the windows; leave both out"
             )
 
     @property
@@ -77,7 +79,7 @@ def check_stride(window: int, stride: int) -> None:
     """Raise UserError unless 1 <= stride <= window."""
     if not 1 <= stride <= window:
         raise UserError(
-            f"the stride must be at least 1 token and at most the window, or the tokens in between "
+            f"`stride` must be at least 1 token and at most the window, or the tokens in between "
             f"would never be scored; got a stride of {stride} and a window of {window}"
         )
 
@@ -140,7 +142,7 @@ class RulerSettings(SourceSettings, PromptSettings):
 
     def __post_init__(self) -> None:
         if self.thinking != "default" and not self.chat:
-            raise UserError("thinking is said in the chat template: set --chat")
+            raise UserError("`thinking` is said in the chat template: set --chat")
 
 
 @dataclass

@@ -59,6 +59,6 @@ def check_text(settings: TextSettings, at_least: int) -> None:
     """Raise UserError unless the documents may have ``at_least`` tokens."""
     if settings.max_tokens is not None and settings.max_tokens < at_least:
         raise UserError(
-            f"max_tokens cuts documents to {settings.max_tokens} tokens and the largest window "
-            f"needs {at_least}: increase max_tokens, or use smaller windows"
+            f"`max_tokens` cuts documents to {settings.max_tokens} tokens and the largest window "
+            f"needs {at_least}: increase `max_tokens`, or use smaller windows"
         )

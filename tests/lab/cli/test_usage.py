@@ -1,5 +1,6 @@
 """Help, usage errors and unexpected ends of the command."""
 
+import contextlib
 import io
 import os
 import subprocess
@@ -26,6 +27,16 @@ def test_the_overview_lists_every_command_in_groups(capsys):
     for name, options in TASK_OPTIONS.items():
         assert f"  {name:<12} {options.summary}\n" in shown
     assert run(capsys, "--version")[1].startswith("coca 0.")
+
+
+@pytest.mark.parametrize("words", [[], ["extend"], ["eval"], ["eval", "perplexity"]])
+def test_help_is_a_command_too(words, capsys):
+    shown = []
+    for each in (["help", *words], [*words, "--help"]):
+        with contextlib.suppress(SystemExit):
+            assert main(each) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] and "usage: coca" in shown[0]
 
 
 def test_a_help_or_a_wrong_option_waits_for_no_large_import():
@@ -84,6 +95,14 @@ def test_help_comes_from_the_fields(capsys, words, options):
     ("words", "message"),
     [
         (["trian"], "coca has no command 'trian'; did you mean train?"),
+        (["recipes", "nativ"], "is called nativ; did you mean native or native-1m or native-350m"),
+        (["train", "nativ"], "no such recipe; did you mean native-1m or native-350m or"),
+        (["train", "small"], "no such recipe; it is a study: coca study small"),
+        (["study", "native-1m"], "no such study; it is a recipe: coca train native-1m"),
+        (["convert", "x", "y", "--form", "stric"], "error: --form must be one of slack, "),
+        (["convert", "x", "y", "--form", "rope", "--free-pairs", "3"], "leave out --free-pairs"),
+        (["convert", "x", "y", "--form", "strict", "--roles.window", "1"], "--roles.window must"),
+        (["generate", "x", "y", "--top-p", "0.5"], "--top-p and --top-k are for draws"),
         (["summon"], "no command 'summon'; choose one of study"),
         (["eval", "vibes"], "coca eval has no command 'vibes'; choose one of perplexity"),
         (["train", "--output", "x"], "the recipe comes first"),
@@ -110,7 +129,7 @@ def test_help_comes_from_the_fields(capsys, words, options):
             "--perplexity.windows: must be a valid in",
         ),
         (["eval", "perplexity"], "arguments are required: model"),
-        (["eval", "perplexity", "x", "--windows", "8", "--stride", "9"], "at most the window"),
+        (["eval", "perplexity", "x", "--windows", "8", "--stride", "9"], "error: --stride must be"),
         (["eval", "perplexity", "nowhere"], "nowhere: there is no such folder here"),
         (["report"], "arguments are required: results"),
         (["report", "nowhere.json"], "nowhere.json: cannot be read"),
@@ -120,7 +139,7 @@ def test_errors_are_one_line_and_exit_code_2(capsys, words, message):
     code, out, err = run(capsys, *words)
     assert (code, out) == (2, "")
     assert err.startswith("coca: error: ") and err.count("\n") == 1
-    assert message in err and "books-5m" not in err and "<class" not in err
+    assert message in err and "base-books-5m" not in err and "<class" not in err
 
 
 @pytest.mark.parametrize("command", ["train", "study", "recipes"])

@@ -428,7 +428,7 @@ def test_what_is_no_prompt_is_not_asked(capsys, tokenizer, tmp_path):
     assert code == 2 and "there is no option --endpoint" in err
     words = ["eval", "passkey", tmp_path, "--endpoint", "http://localhost/v1"]
     code, _, err = run(capsys, *words[:3], "--model", "m")
-    assert code == 2 and "model is what a server calls it: set --endpoint" in err
+    assert code == 2 and "--model is what a server calls it: set --endpoint" in err
     code, _, err = run(capsys, *words, "--method", "yarn")
     assert code == 2 and "an endpoint answers prompts, without a method" in err
 

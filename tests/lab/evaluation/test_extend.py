@@ -1,11 +1,13 @@
 """`coca extend`: which methods are compared, what is said of them, and what is written."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
+from coca_attention.models import METHODS as ROWS
 from coca_attention.testing import difference, logits, some_tokens
 from coca_lab.cli import main
 from coca_lab.data import Document, train_tokenizer
@@ -75,6 +77,11 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, caps
     # What is exact within L cannot lose there.
     assert words["limited"] == words["dynamic"] == words[taken] == "no loss shown"
     assert f"{taken} is taken: " in said and f"{taken} is taken: " in card
+    # The decision is first, and all tables but the one that decides are in the card alone.
+    decision = next(line for line in said.splitlines() if not line.startswith("Training length"))
+    assert decision.startswith(f"{taken} is taken: ") and decision in card
+    for text, shown in (("| perplexity at |", False), ("95 % interval", False), ("within L", True)):
+        assert text in card and (text.strip("| ") in said) == shown
     assert f", {taken}, for texts of {TO} tokens; runs in Tr" in said
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
     assert model.config.max_position_embeddings == (160 if taken == "dynamic" else TO)
@@ -175,6 +182,26 @@ def test_without_a_text_the_recommended_method_is_taken(to, method, source, tmp_
     assert ("vLLM" in said) == (method == "yarn")
 
 
+def test_what_is_taken_unasked_and_what_nobody_measured_is_said(source, tmp_path, capsys):
+    for to, measured in ((2560, True), (2561, False)):
+        target = tmp_path / str(to)
+        _, said, err = run(capsys, "extend", source, target, "--to", to)
+        assert "Method: limited, the default beyond twice" in said and "--method yarn" in said
+        unknown = "limited was measured up to 16 times, so how well the model reads there is unknow"
+        assert (unknown in err) != measured and ("--check TEXT" in err) != measured
+    _, said, err = run(
+        capsys, "extend", source, tmp_path / "named", "--to", 9999, "--method", "yarn"
+    )
+    assert "Method: " not in said and "yarn was measured up to 16 times" in err
+
+
+def test_only_methods_that_can_be_saved_are_offered(capsys):
+    with pytest.raises(SystemExit):
+        main(["extend", "--help"])
+    offered = re.search(r"--method \{auto,(.*?)\}", capsys.readouterr().out)[1].split(",")
+    assert offered == [name for name, row in ROWS.items() if row.folder]
+
+
 def test_info_card_and_configuration_agree_on_the_context(source, tmp_path, capsys):
     for method in ("yarn", "limited", "leaky", "dynamic"):
         target = tmp_path / method
@@ -200,10 +227,11 @@ def test_limits_of_distances_are_of_a_named_method(source, tmp_path, capsys):
     [
         (["--near", 8, "--method", "yarn"], "method yarn has no --near"),
         (["--near", 8], "name one by --method (limited, self_extend, shifted, string)"),
-        (["--to", 100], "must be a whole number from 161"),
-        (["--method", "rope"], "--method: expected one of 'auto', 'none'"),
+        (["--to", 100], "error: --to, the tokens to read, must be a whole number from 161"),
+        (["--method", "rope"], "--method: expected one of 'auto', 'limited'"),
         (["--check", "nosuch.txt"], "nosuch.txt"),
-        (["--check-lengths", "[100]", "--check", "stdlib"], "need one above L = 160"),
+        (["--near", 500, "--method", "limited"], "error: --near, in tokens and at most L, must be"),
+        (["--check-lengths", "[100]", "--check", "stdlib"], "--check-lengths need one above"),
     ],
 )
 def test_what_cannot_be_extended_is_refused(words, message, source, tmp_path, capsys):
