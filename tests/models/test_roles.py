@@ -139,7 +139,7 @@ def test_the_default_window_of_short_models_decodes_right():
         ({"window": 1}, "`window` must be a whole number between 2 and .*, got 1"),
         ({"window": True}, "`window` must be a whole number between 2 and .*, got True"),
         ({"window": 5.5}, "`window` must be a whole number between 2 and .*, got 5.5"),
-        ({"turning_pairs": -1}, "turning_pairs must be a whole number between 0 and"),
+        ({"turning_pairs": -1}, "`turning_pairs` must be a whole number between 0 and"),
         ({"decay": float("nan")}, "`decay` must be a finite number from 0, got nan"),
         ({"decay_length": 0.0}, "`decay_length` must be a finite number above 0, got 0"),
     ],
