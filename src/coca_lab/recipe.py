@@ -181,14 +181,6 @@ def _check_model(model: ModelRecipe) -> None:
                 f"body must be one of {', '.join(bodies)} for attention {model.attention}, got "
                 f"{model.body}; with attention {OWN} it may be any model_type of Transformers"
             )
-    elif not model.start:
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-        if model.body not in CONFIG_MAPPING:
-            raise UserError(
-                f"body {model.body!r} is no model_type of Transformers, and no module that "
-                f"COCA_IMPORT names registers it{did_you_mean(model.body, CONFIG_MAPPING)}"
-            )
     if model.linear:
         invariant = model.attention in FORMS and FORMS[model.attention].shift_invariant
         if given or model.start or not invariant:

@@ -154,6 +154,7 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(
 CELL = '{"results": [{"task": "perplexity", "model": "a", "scaling": "none", %s}]}'
 CASES = {
     # Of every kind one; single settings, files of text and results are tested where they are read.
+    "body": (train(model__attention="own", model__body="cohere22"), "did you mean cohere2?"),
     "wandb": (train(training__report_to=["wandb"]), "requires wandb"),
     "heads of a model": (generate(make=lambda p: p.configured(num_attention_heads=0)),
                          "no model could be loaded"),

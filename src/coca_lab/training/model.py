@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     PretrainedConfig,
@@ -17,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from coca_attention.errors import UserError
+from coca_attention.errors import UserError, did_you_mean
 from coca_attention.models import METHODS, AlibiGPTNeoXConfig
 from coca_attention.models.configuration import (
     attention_of,
@@ -173,6 +174,11 @@ def model_config(recipe: Recipe, vocab_size: int, end_of_text: object = None) ->
         common["num_key_value_heads"] = model.num_key_value_heads or model.num_heads
         common["head_dim"] = model.hidden_size // model.num_heads
     common |= {"rope_parameters": rope} | model.options
+    if model.body not in CONFIG_MAPPING:
+        raise UserError(
+            f"model.body {model.body!r} is no model_type of Transformers, and no module that "
+            f"COCA_IMPORT names registers it{did_you_mean(model.body, CONFIG_MAPPING)}"
+        )
     vanilla = AutoConfig.for_model(model.body, **common)
     if model.attention == OWN:
         return vanilla

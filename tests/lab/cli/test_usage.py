@@ -95,7 +95,6 @@ def test_help_comes_from_the_fields(capsys, words, options):
     ("words", "message"),
     [
         (["trian"], "coca has no command 'trian'; did you mean train?"),
-        (["train", "native-1m", "--model.body", "cohere22"], "registers it; did you mean cohere2?"),
         (["recipes", "nativ"], "is called nativ; did you mean native or native-1m or native-350m"),
         (["train", "nativ"], "no such recipe; did you mean native-1m or native-350m or"),
         (["train", "small"], "no such recipe; it is a study: coca study small"),

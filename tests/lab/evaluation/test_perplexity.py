@@ -249,8 +249,11 @@ def test_models_of_other_kinds_are_evaluated_too():
         ({"stride": 17}, "`stride` must be at least 1 token and at most the window"),
         ({"attend_last": 65}, "at most the largest window"),
         ({"positions": 17}, "at most the smallest window"),
-        ({"targets": "one-pass", "stride": 8}, "neither stride nor positions"),
-        ({"targets": "one-pass", "stride": None, "positions": 4}, "neither stride nor positions"),
+        ({"targets": "one-pass", "stride": 8}, "neither `stride` nor `positions`"),
+        (
+            {"targets": "one-pass", "stride": None, "positions": 4},
+            "neither `stride` nor `positions`",
+        ),
     ],
 )
 def test_settings_out_of_range_are_refused(changes, message):
