@@ -120,9 +120,9 @@ def test_a_model_that_finds_nothing_is_said_to_say_nothing():
     base = read("base", [2.4, 2.5, 2.6], near=2.4)
     choice = Choice(base, [read("yarn", [2.45, 2.55, 2.65], near=2.4)])
     assert f"a guess has {GUESS:.2f}. Needles say nothing about it." in choice.warnings[0]
-    assert choice.reason.startswith("No method finds the numbers beyond L, so nothing can be said")
-    assert choice.reason.endswith(
-        "yarn is taken: it shows no loss within L and runs in Transformers, vLLM."
+    assert choice.reason.startswith(
+        "yarn is taken: it shows no loss within L and runs in Transformers, vLLM. No method finds "
+        "the numbers beyond L, so nothing can be said"
     )
     assert choice.warnings[1] == "Beyond L it is no better than the model as it is."
     assert not Choice(read("base", [2.4, 2.5, 2.6]), [read("yarn", [1.0, 1.1, 1.2])]).warnings
