@@ -12,12 +12,10 @@ from typing import Any
 import cloudpickle
 
 from coca_attention.errors import UserError, install
-from coca_lab.engine import ItemExecutor, Outcome, Work, compute_sent
+from coca_lab.engine import GRACE, ItemExecutor, Outcome, Work, compute_sent
 
 PATIENCE = 20.0
 """Seconds in which a cluster has to answer."""
-GRACE = 60.0
-"""Seconds in which an item that has to end can save what it is training."""
 
 
 class OnRay(ItemExecutor):

@@ -28,6 +28,8 @@ EXTENSIONS = "COCA_IMPORT"
 """The environment variable with the names of the user's own modules, separated by commas."""
 ATTEMPTS = 3
 """How often an item is computed before it has failed."""
+GRACE = 60.0
+"""Seconds in which a process that has to end can save what it is training."""
 
 
 def import_extensions() -> None:
@@ -170,6 +172,7 @@ class _Attempt:
     job: Job
     item: Item
     tries: int = 0
+    computing: set[str] = field(default_factory=set)  # keys, as text, while it runs
 
 
 class Engine:
@@ -207,14 +210,20 @@ class Engine:
         try:
             while queue or running:
                 slots = self.executor.slots
+                held = list[_Attempt]()
                 while queue and len(running) < slots:
                     attempt = queue.popleft()
-                    # Jobs may have asked for the same, and one of them has computed it since.
+                    # Jobs may ask for the same: one of them has computed it since, or does so now.
                     attempt.item = attempt.item.missing(self.store)
-                    if attempt.item.keys:
-                        running[self._submitted(attempt.item)] = attempt
-                    else:
+                    keys = {as_text(key) for key in attempt.item.keys}
+                    if not keys:
                         queue.extendleft(reversed(self._end(attempt, None)))
+                    elif any(keys & other.computing for other in running.values()):
+                        held.append(attempt)
+                    else:
+                        attempt.computing = keys
+                        running[self._submitted(attempt.item)] = attempt
+                queue.extendleft(reversed(held))
                 done, _ = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
                 meanwhile()
                 for future in done:

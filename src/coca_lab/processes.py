@@ -20,11 +20,8 @@ import cloudpickle
 import torch
 
 from coca_attention.errors import UserError
-from coca_lab.engine import ItemExecutor, Outcome, Work, compute_sent
+from coca_lab.engine import GRACE, ItemExecutor, Outcome, Work, compute_sent
 from coca_lab.files import plain_name
-
-GRACE = 60.0
-"""Seconds in which a process that has to end can save what it is training."""
 
 
 class Workers(ItemExecutor):
