@@ -32,9 +32,8 @@ from coca_attention.models.configuration import (
 from coca_attention.models.conversion import Conversion, convert, load_original
 from coca_attention.models.methods import (
     EXTENSION,
+    METHODS,
     extend_context,
-    extended_lengths,
-    method_named,
 )
 from coca_attention.ops import DistanceMap
 from coca_lab.data import load_tokenizer
@@ -51,8 +50,7 @@ from coca_lab.weights import (
     MODELOPT,
     check_belongs,
     check_finite,
-    copy_weights,
-    kept_apart,
+    checked_pieces,
     quantised_by,
     weight_files,
 )
@@ -140,23 +138,28 @@ def extend_folder(
     change frequencies copy the files of the weights, so any quantisation is kept.
     """
     target = new_folder(source, target)
+
+    def extended(plain: PreTrainedModel) -> PreTrainedModel:
+        return extend_context(plain, method, to=to, length=length, **options)
+
     # What is refused is refused before its weights are read.
-    model = model_without_weights(source, "auto", any_head=True)
-    row = method_named(method)
-    length, to = extended_lengths(model.config, to, length, row)
-    # Where a head is separate that config.json calls tied, it takes loading to see which is right.
-    apart = kept_apart(model) and quantised_by(source, model.config) is None
-    extend_context(model, method, to=to, length=length, **options)
-    kept = row.changes == "frequencies" and dtype == "auto" and not apart
-    if not kept:
-        model = load_model(source, dtype=dtype, device="cpu", any_head=True)
-        extend_context(model, method, to=to, length=length, **options)
+    model = extended(model_without_weights(source, "auto", any_head=True))
+    keep_weights = METHODS[method].changes == "frequencies" and dtype == "auto"
+    if keep_weights and quantised_by(source, model.config) is None:
+        # Where a head is separate that config.json calls tied, only values say which is right.
+        tied = model.all_tied_weights_keys.items()
+        keep_weights = all(model.get_parameter(a) is model.get_parameter(b) for a, b in tied)
+    if not keep_weights:
+        model = extended(load_model(source, dtype=dtype, device="cpu", any_head=True))
+    done = getattr(model.config.get_text_config(), EXTENSION)
     said = (
-        f"By method {method} ({row.source}), without training, for texts of {to:,} tokens; "
-        f"L = {length:,}."
+        f"By method {method} ({METHODS[method].source}), without training, for texts of "
+        f"{done['to']:,} tokens; L = {done['length']:,}."
     )
     sections = {"Context extension": f"{said}\n\n{report}".strip()}
-    with writing_model(model, source, target, longest=to, keep_weights=kept) as folder:
+    with writing_model(
+        model, source, target, longest=done["to"], keep_weights=keep_weights
+    ) as folder:
         write_card(folder, model.config, name=target.name, source=source, sections=sections)
     return model
 
@@ -174,21 +177,14 @@ def new_folder(source: str | Path, target: str | Path) -> Path:
         raise UserError(
             f"{target} is inside the source, which must not change: name another folder"
         )
-    check_own_files(source)
-    check_can_be_written(target)
-    return target
-
-
-def check_own_files(source: str | Path) -> None:
-    """Raise UserError if a model's folder has a link to a file elsewhere that would be written.
-
-    Folders that are made from it may be published, and what the link leads to with them.
-    """
+    # The new folder may be published, and what a link leads to elsewhere with it.
     folder = Path(source).expanduser()
     licenses = {file for pattern in LICENSES for file in folder.glob(pattern)}  # `copy_licenses`
     for pattern in READ:
         for file in sorted({*folder.glob(pattern)} - licenses):
             check_belongs(folder, file)
+    check_can_be_written(target)
+    return target
 
 
 @contextmanager
@@ -243,7 +239,10 @@ def _copy_model(config: PreTrainedConfig, source: str | Path, folder: Path) -> N
     place = find_model(source)
     check_safetensors(place.path)
     for name, file in weight_files(place).items():
-        copy_weights(file, folder / name)
+        copied = folder / name
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        with open(copied, "wb") as sink:
+            sink.writelines(checked_pieces(file))
     for name in (GENERATION_CONFIG_NAME, MODELOPT):
         found = cached_file(
             place.path,

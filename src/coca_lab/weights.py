@@ -1,4 +1,4 @@
-"""Weight files: which a model has, whether its configuration describes them, and copies of them.
+"""Weight files: which a model has, whether its configuration describes them, and their bytes.
 
 Names, shapes and dtypes are read from the headers of the files. Transformers says which tensors
 are missing, unknown or of another shape: it loads them on the meta device, by all its renamings,
@@ -8,7 +8,7 @@ and no value is read.
 import copy
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -48,7 +48,7 @@ CHECKED_QUANTISERS = (
 )  # fmt: skip
 """Those whose names are known; weights of others are taken as they are."""
 CHUNK = 1 << 26
-"""Bytes that are copied at once: a multiple of the size of any number."""
+"""Bytes that are read at once: a multiple of the size of any number."""
 
 
 def weight_files(path: str | Path | Place, *, download: bool = True) -> dict[str, Path]:
@@ -264,12 +264,6 @@ def unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def kept_apart(model: PreTrainedModel) -> bool:
-    """Whether the files of a model on the meta device have weights apart that it would tie."""
-    tied = model.all_tied_weights_keys.items()
-    return any(model.get_parameter(a) is not model.get_parameter(b) for a, b in tied)
-
-
 def is_finite(tensor: Tensor) -> bool:
     """Whether no number of a tensor is NaN or infinite; of its extremes, which is fast."""
     if not tensor.numel():
@@ -282,52 +276,36 @@ def check_finite(path: str | Path, model: PreTrainedModel) -> None:
     """Raise UserError if a parameter of a model from a path has NaN or infinity."""
     for name, weight in model.named_parameters():
         if not is_finite(weight):
-            raise UserError(not_finite(path, name))
+            raise _not_finite(path, name)
 
 
-def check_values(files: Mapping[str, Path]) -> None:
-    """Raise UserError if a number of weight files is NaN or infinite; reads them once."""
-    for file in files.values():
-        if file.suffix != ".safetensors":
-            continue
-        with safe_open(file, "pt") as content:
-            for name in content.keys():  # noqa: SIM118 (no mapping)
-                tensor = content.get_tensor(name)
-                if has_numbers(name, tensor.dtype) and not is_finite(tensor):
-                    raise UserError(not_finite(file, name))
+def checked_pieces(file: Path) -> Iterator[bytes | bytearray]:
+    """The bytes of a file of weights, or of their index, piece by piece.
 
-
-def has_numbers(name: str, dtype: torch.dtype) -> bool:
-    """Whether a tensor has numbers that a model uses: none that are packed, nor old buffers."""
-    return dtype.is_floating_point and dtype.itemsize > 1 and not OLD_BUFFERS.search(name)
-
-
-def not_finite(path: str | Path, name: str) -> str:
-    """What is said of a tensor with NaN or infinity."""
-    return f"{path}: {name} has values that are not finite: it is damaged"
-
-
-def copy_weights(file: Path, target: Path) -> None:
-    """Copy a file of weights, or their index; UserError if one is NaN or infinite.
-
-    Values are read once: they are checked between reading and writing.
+    Raises:
+        UserError: If a number that a model uses is NaN or infinite. Packed numbers and old buffers
+            are not looked at.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with open(file, "rb") as source, open(target, "wb") as sink:
+    with open(file, "rb") as content:
         if file.suffix == ".safetensors":
-            start = source.read(8)
-            header = source.read(int.from_bytes(start, "little"))
-            sink.write(start + header)
+            size = content.read(8)
+            header = content.read(int.from_bytes(size, "little"))
+            yield size + header
             tensors = json.loads(header)
             tensors.pop("__metadata__", None)
             for name, about in sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]):
                 begin, end = about["data_offsets"]
                 dtype = str_to_torch_dtype.get(about["dtype"], torch.uint8)
-                checked = has_numbers(name, dtype)
+                are_numbers = dtype.is_floating_point and dtype.itemsize > 1
+                checked = are_numbers and not OLD_BUFFERS.search(name)
                 for place in range(begin, end, CHUNK):
-                    piece = bytearray(source.read(min(CHUNK, end - place)))
+                    piece = bytearray(content.read(min(CHUNK, end - place)))
                     if checked and not is_finite(torch.frombuffer(piece, dtype=dtype)):
-                        raise UserError(not_finite(file, name))
-                    sink.write(piece)
-        while piece := source.read(CHUNK):
-            sink.write(piece)
+                        raise _not_finite(file, name)
+                    yield piece
+        while piece := content.read(CHUNK):
+            yield piece
+
+
+def _not_finite(path: str | Path, name: str) -> UserError:
+    return UserError(f"{path}: {name} has values that are not finite: it is damaged")

@@ -8,6 +8,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
 
 from coca_attention import load_original
 from coca_attention.testing import logits
@@ -119,11 +120,27 @@ def test_keys_of_a_vanilla_llama_are_not_taken_for_t(kind, tmp_path):
         load_original(tmp_path)
 
 
-@pytest.mark.parametrize("family", ["GPT-NeoX", "Llama"])
-def test_what_transformers_5_wrote_is_no_checkpoint_of_the_authors(family, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("GPT-NeoX", "has rope_parameters"),
+        ("Llama", r"layers\.0\.self_attn\.k_proj\.weight is not"),
+    ],
+)
+def test_what_transformers_5_wrote_is_no_checkpoint_of_the_authors(family, message, tmp_path):
     vanilla(family, rotary_pct=1.0).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"has rope_parameters.*coca convert --form"):
+    with pytest.raises(ValueError, match=rf"{message}.*coca convert --form"):
         load_original(tmp_path)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("llama")])
+def test_a_llama_that_was_saved_again_by_transformers_5_is_the_same(name, tmp_path):
+    config, weights, figures = extract(name)
+    expected = load_original(write(tmp_path, config, weights))(figures["input_ids"]).logits
+    LlamaConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert "rope_parameters" in saved and "rope_scaling" not in saved
+    assert torch.equal(load_original(tmp_path)(figures["input_ids"]).logits, expected)
 
 
 def test_unreadable_folders_are_named(tmp_path):

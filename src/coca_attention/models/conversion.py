@@ -304,7 +304,8 @@ def load_original(source: str | Path, *, dtype: torch.dtype | None = None) -> Pr
 
     Args:
         source: A folder with config.json and weights (safetensors, or .bin files, of which nothing
-            but tensors is read).
+            but tensors is read). A Llama may have been saved again by Transformers 5; of a
+            GPT-NeoX nothing would tell such a folder from that of a vanilla model.
         dtype: dtype of the weights; default: that of the checkpoint.
 
     Returns:
@@ -373,11 +374,13 @@ def _original_configuration(folder: Path) -> PreTrainedConfig:
             f"{folder}: expected model_type {' or '.join(MODELS)}, as in the authors' checkpoints; "
             f"got {kind!r}"
         )
-    if "rope_parameters" in settings:
-        # T and keys of GPT-NeoX have one name and shape, so its weights do not tell.
+    if kind == "gpt_neox" and "rope_parameters" in settings:
+        # T and keys have one name and shape here, so weights do not tell which they are; those of
+        # Llama do, whatever wrote its configuration.
         raise UserError(
             f"{folder}: config.json has rope_parameters, which Transformers 5 writes for vanilla "
-            f"models, and the authors' code does not. {VANILLA}"
+            "models, and the authors' code does not. If it is theirs, saved again, take their own "
+            f"config.json. {VANILLA}"
         )
     values = {k: v for k, v in settings.items() if k not in ("model_type", "auto_map")}
     try:

@@ -369,20 +369,19 @@ def extend_context(
         (4.0, 512)
     """
     check_is_loaded(model)
-    if method is None:
-        method = recommended(*extended_lengths(model.config, to, length))
-    row = method_named(method)
-    if not row.folder:
+    row = None if method is None else method_named(method)
+    if row is not None and not row.folder:
         why = "changes nothing" if row.changes == "nothing" else "depends on the text that is read"
         raise UserError(f"method {method} {why}: no model is saved with it")
     length, to = extended_lengths(model.config, to, length, row)
+    row = row or METHODS[recommended(length, to)]
     restore = _snapshot(model)
     try:
         forget_gguf(model)
         _apply(model, row, length, to, None, options)
         config = model.config.get_text_config()
-        setattr(config, EXTENSION, {"method": method, "length": length, "to": to})
-        _check_saveable(config, method)
+        setattr(config, EXTENSION, {"method": row.name, "length": length, "to": to})
+        _check_saveable(config, row.name)
     except BaseException:
         restore()
         raise
