@@ -175,20 +175,21 @@ class _Attempt:
     computing: set[str] = field(default_factory=set)  # keys, as text, while it runs
 
 
+@dataclass
 class Engine:
-    """Computes items, by default in this process, and keeps their values in a store."""
+    """Computes items, by default in this process, and keeps their values in a store.
 
-    def __init__(
-        self,
-        store: Store | None = None,
-        progress: Progress = lambda line, done, total: None,
-        executor: ItemExecutor | None = None,
-    ) -> None:
-        self.store = Store() if store is None else store
-        self.progress = progress
-        self.executor = executor or ItemExecutor()
-        self.used: list[object] = []
-        """Keys of all items that it was given."""
+    Attributes:
+        store: Has the values.
+        progress: Hears how far `run` is.
+        executor: Computes the items.
+        used: Keys of all items that it was given.
+    """
+
+    store: Store = field(default_factory=Store)
+    progress: Progress = lambda line, done, total: None
+    executor: ItemExecutor = field(default_factory=ItemExecutor)
+    used: list[object] = field(default_factory=list, init=False)
 
     def run(self, items: Sequence[Item]) -> list[Any]:
         """The values of all keys; once all is done, a UserError names the first that failed."""

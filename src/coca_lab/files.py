@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -64,29 +64,22 @@ def put_in_place(partial: Path, path: Path) -> None:
     for weights in [partial, *partial.rglob("*.safetensors")]:
         if weights.suffix == ".safetensors":  # written for the user alone by its library
             weights.chmod(0o666 & ~mask)
-    sync(partial)
+    sync([*partial.rglob("*"), partial])
     os.replace(partial, path)
-    sync_folder(path.parent)
+    sync([path.parent])
 
 
-def sync(path: Path) -> None:
-    """Wait until a file, or a folder and everything in it, is on the disk."""
-    for each in [*path.rglob("*"), path]:
-        if each.is_dir():
-            sync_folder(each)
-        else:
-            with open(each, "rb") as file:
-                os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # some file systems cannot
+def sync(paths: Iterable[Path]) -> None:
+    """Wait until the content of files, and the names in folders, are on the disk."""
+    for path in paths:
+        opened = os.open(path, os.O_RDONLY)
+        try:
             os.fsync(opened)
-    finally:
-        os.close(opened)
+        except OSError:
+            if not path.is_dir():  # some file systems cannot wait for names
+                raise
+        finally:
+            os.close(opened)
 
 
 @contextmanager
@@ -278,9 +271,16 @@ def check_results(path: Path) -> None:
 WRITER = r"inline_container|PytorchStreamWriter|iostream error|\d+ requested and \d+ written"
 RESUMABLE = "free disk space, then run the same command again; what is done is kept"
 """What `known_problem` advises where a later start can go on."""
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-IN_THE_WAY = (errno.EEXIST, errno.ENOTDIR)
-FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+ADVICE = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), RESUMABLE),
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM, errno.EROFS), "choose another folder, or change its permissions"
+    ),
+    **dict.fromkeys(
+        (errno.EEXIST, errno.ENOTDIR), "a file is where a folder is needed: choose another path"
+    ),
+}
+"""What to do about errors of the system, by their numbers."""
 
 
 def known_problem(error: BaseException) -> str | None:
@@ -300,16 +300,9 @@ def known_problem(error: BaseException) -> str | None:
     if found := re.search(r"os error (\d+)", text):  # Rust's wording
         number = int(found[1])
     if number is None:
-        if not re.search(WRITER, text):
-            return None
-        return f"a file cannot be written ({text}): {RESUMABLE}"
+        is_of_writer = re.search(WRITER, text)
+        return f"a file cannot be written ({text}): {RESUMABLE}" if is_of_writer else None
     path = getattr(error, "filename", None)
     where = f"{os.fsdecode(path)}: " if isinstance(path, str | bytes | os.PathLike) else ""
-    reason = f"{where}{os.strerror(number)}"
-    if number in FULL:
-        return f"{reason}: {RESUMABLE}"
-    if number in FORBIDDEN:
-        return f"{reason}: choose another folder, or change its permissions"
-    if number in IN_THE_WAY:
-        return f"{where}a file is where a folder is needed: choose another path"
-    return f"{reason}: check the path and run the command again"
+    advice = ADVICE.get(number, "check the path and run the command again")
+    return f"{where}{os.strerror(number)}: {advice}"

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from coca_attention.models.configuration import (
     attention_of,
     head_width,
     rope_parameters,
-    rotation,
     training_length,
 )
 from coca_attention.models.conversion import Conversion, convert, load_original
@@ -35,7 +33,6 @@ from coca_attention.models.methods import (
     METHODS,
     extend_context,
 )
-from coca_attention.ops import DistanceMap
 from coca_lab.data import load_tokenizer
 from coca_lab.data.text import TOKENIZER_FILES
 from coca_lab.files import belongs_to, check_can_be_written, find_model, known_problem, writing
@@ -77,13 +74,11 @@ ORIGINS = {
     "turning_pairs": "[HWFA](https://kexue.fm/archives/9603)",
     "temperature": "[log n scaling](https://kexue.fm/archives/8823)",
     "decay": "[KERPLE](https://arxiv.org/abs/2205.09921)",
-    "limited": "[ReRoPE](https://github.com/bojone/rerope)",
-    "leaky": "[Leaky ReRoPE](https://kexue.fm/archives/9708)",
-    "shifted": "[STRING](https://arxiv.org/abs/2410.18745)",
-    "self_extend": "[Self-Extend](https://arxiv.org/abs/2401.01325)",
+    "distance_map": "[ReRoPE](https://github.com/bojone/rerope)",
     "yarn": "[YaRN](https://arxiv.org/abs/2309.00071)",
 }
-"""By score form or rotary parameter, where its idea is from (docs/related-work.md)."""
+"""By score form or rotary parameter, where its idea is from (docs/related-work.md). `METHODS` says
+it of the methods that extend a model."""
 
 
 def convert_folder(
@@ -222,17 +217,6 @@ def writing_model(
         raise UserError(f"{target} cannot be written: {problem}") from error
 
 
-def _kind_of_map(distance_map: DistanceMap | None) -> str:
-    """What a distance map is called in `ORIGINS`."""
-    if distance_map is None:
-        return ""
-    if distance_map.is_limit:
-        return "limited"
-    if distance_map.group > 1:
-        return "self_extend"
-    return "shifted" if distance_map.shares_keys else "leaky"
-
-
 def _copy_model(config: PreTrainedConfig, source: str | Path, folder: Path) -> None:
     """Write a configuration beside the weights and settings of its source."""
     config.save_pretrained(folder)
@@ -292,21 +276,21 @@ def write_card(
     )
     licenses = copy_licenses(theirs, folder) if theirs else []
     rope = rope_parameters(config)
-    used = {
-        attention_of(config),
-        rope.get("rope_type"),
-        *(name for name, value in rope.items() if value is not None),
-    }
-    if "distance_map" in rope:
-        used.add(_kind_of_map(rotation(config, GLOBAL).distance_map))
-    methods = ", ".join(dict.fromkeys(ORIGINS[method] for method in ORIGINS if method in used))
+    used = {name for name, value in rope.items() if value is not None}
+    used |= {attention_of(config), rope.get("rope_type")}
+    extended = getattr(config, EXTENSION, None)
+    if extended:  # what sets these is named by its method
+        used -= {"distance_map", "yarn"}
+    methods = [origin for name, origin in ORIGINS.items() if name in used]
+    if extended and extended["method"] in METHODS:
+        methods.append(METHODS[extended["method"]].source)
     ModelCard.from_template(
         data,
-        template_str=files("coca_lab").joinpath("card.md.j2").read_text(encoding="utf-8"),
+        template_path=str(Path(__file__).with_name("card.md.j2")),
         name=name or folder.resolve().name,
         model_type=config.model_type,
         source=Path(source).name if source is not None else "",
-        facts={**facts(config), "methods": methods},
+        facts={**facts(config), "methods": ", ".join(dict.fromkeys(methods))},
         ours=ours,
         auto=f"AutoModelFor{head}" if head in PIPELINES else "AutoModel",
         install=install(),
@@ -314,7 +298,6 @@ def write_card(
         version=__version__,
         sections=sections or {},
         licenses=licenses,
-        licensed=data.license,
     ).save(folder / CARD)
 
 

@@ -157,7 +157,7 @@ class Endpoint:
         questions: Sequence[Question],
     ) -> list[Answer]:
         """The answers to all questions, so many requests at once; the first error ends all."""
-        import openai
+        import openai  # an optional package; anyio comes with it
         from anyio.from_thread import start_blocking_portal
 
         async def before(request: Any) -> None:
@@ -202,7 +202,7 @@ class Endpoint:
         self, client: "AsyncOpenAI", body: dict[str, Any], advice: str = ""
     ) -> "Completion":
         """The completion, of one choice or more, to a request; with advice for a refusal."""
-        import openai
+        import openai  # an optional package
 
         while True:
             if self.failed is not None:

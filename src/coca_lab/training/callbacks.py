@@ -10,7 +10,9 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+from torch.utils.tensorboard import SummaryWriter
 from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import ProgressCallback
 
 from coca_lab.training.retrieval import Retrieval
@@ -41,9 +43,6 @@ def shown(
     callbacks: list[TrainerCallback] = [LogLastStep(), shows]
     if "tensorboard" in report_to and arguments.process_index == 0:
         # In the run folder; Trainer's own takes its folder from the environment.
-        from torch.utils.tensorboard import SummaryWriter
-        from transformers.integrations import TensorBoardCallback
-
         folder = Path(str(arguments.output_dir)).parent
         callbacks.append(TensorBoardCallback(SummaryWriter(folder / "logs")))
     return callbacks

@@ -28,7 +28,6 @@ from coca_lab.files import (
     known_problem,
     read_json,
     sync,
-    sync_folder,
     write_json,
     write_text,
 )
@@ -180,12 +179,11 @@ def writing_checkpoint(checkpoint: Path) -> Iterator[None]:
         write_text(checkpoint / UNFINISHED, "")
     state.wait_for_everyone()
     yield
-    sync(checkpoint)
+    sync([*checkpoint.rglob("*"), checkpoint])
     state.wait_for_everyone()
     if state.is_main_process:
         (checkpoint / UNFINISHED).unlink()
-        for folder in (checkpoint, checkpoint.parent):
-            sync_folder(folder)
+        sync([checkpoint, checkpoint.parent])
 
 
 @contextmanager
