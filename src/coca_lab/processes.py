@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
+from dataclasses import dataclass, field
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,25 +25,23 @@ from coca_lab.engine import GRACE, ItemExecutor, Outcome, Work, compute_sent
 from coca_lab.files import plain_name
 
 
+@dataclass
 class Workers(ItemExecutor):
-    """Processes, of which each computes one item at a time; what they print goes to ``logs``.
+    """Processes, of which each computes one item at a time; they start as they are needed.
 
     Each is a `ProcessPoolExecutor` of its own. A pool of several ends all of its processes when one
     is killed, and so would interrupt the trainings of the others and count as a try of theirs.
+
+    Attributes:
+        count: How many there are at most.
+        threads: Threads of each.
+        logs: Folder with a file for each label of an item, for what is printed.
     """
 
-    def __init__(self, count: int, *, threads: int = 1, logs: Path | None = None) -> None:
-        """Describe the processes, which start as they are needed.
-
-        Args:
-            count: How many there are at most.
-            threads: Threads of each.
-            logs: Folder of the logs, one for each label of an item.
-        """
-        self.count = count
-        self.threads = threads
-        self.logs = logs
-        self._workers: list[_Worker] = []
+    count: int
+    threads: int = 1
+    logs: Path | None = None
+    _workers: "list[_Worker]" = field(default_factory=list, init=False)
 
     @property
     def slots(self) -> int:

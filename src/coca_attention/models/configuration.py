@@ -144,26 +144,20 @@ def made_for(config: PreTrainedConfig) -> tuple[int | None, str]:
         return max(stated, default=(given, "original_max_position_embeddings"))
     found = [(longest, "max_position_embeddings")]
     if kind == "linear" and not stated:
-        found = [_linear_length(longest, factor)]
+        # On the Hub this is the length before scaling (LongAlpaca) or after it (LLaMA-2-7B-32K).
+        # No public model was pre-trained on less than 2,048 tokens, so it is the one before if
+        # dividing it would say so.
+        why = f"assumed: max_position_embeddings, after linear scaling by {factor:g}"
+        found = [(longest, why)]
+        if longest / factor < 2048 <= longest:
+            why = f"assumed: linear scaling by {factor:g} of max_position_embeddings"
+            found = [(round(longest * factor), why)]
     elif kind == "yarn":  # vLLM and SGLang count like this, too
         of = given or longest
         found.append((round(factor * of), f"yarn scaling by {factor:g} of {of:,}"))
     elif kind != "default" and given and given != longest:
         found = [(longest, f"with {kind} scaling of {given:,}: max_position_embeddings")]
     return max([*found, *stated], key=lambda pair: pair[0])
-
-
-def _linear_length(longest: int, factor: float) -> tuple[int, str]:
-    """L of a linearly scaled model whose configuration states no more than a number of positions.
-
-    On the Hub that number is the length before scaling (LongAlpaca) or after it (LLaMA-2-7B-32K).
-    No public model was pre-trained on less than 2,048 tokens, so it is the one before if dividing
-    it would say so.
-    """
-    if longest / factor < 2048 <= longest:
-        total = round(longest * factor)
-        return total, f"assumed: linear scaling by {factor:g} of max_position_embeddings"
-    return longest, f"assumed: max_position_embeddings, after linear scaling by {factor:g}"
 
 
 def training_length(config: PreTrainedConfig) -> int | None:

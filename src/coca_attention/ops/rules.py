@@ -81,13 +81,6 @@ class Rule:
         """Names of the rule's parameters."""
         return list(cls.__match_args__)  # torch.compile does not trace dataclasses.fields
 
-    def _check_training_length(self) -> None:
-        if not getattr(self, "training_length", None):
-            raise ValueError(
-                f"rotary scaling {self.kind!r} needs training_length, the model's training length "
-                "in tokens"
-            )
-
 
 UNSCALED = Rule()
 """Frequencies as in training."""
@@ -135,8 +128,11 @@ class NTK(Rule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.length is not None:
-            self._check_training_length()
+        if self.length is not None and not self.training_length:
+            raise ValueError(
+                f"rotary scaling {self.kind!r} needs training_length, the model's training length "
+                "in tokens"
+            )
 
     def scaled_base(self, width: int, base: float) -> float:
         """``base * s ** (D / (D - 2))``.

@@ -402,11 +402,12 @@ def _coined(generator: np.random.Generator, count: int, alphabet: str, letters: 
 def common_words(generator: np.random.Generator, length: int, encode: Encode) -> Draft:
     """A list of words, ten of which are common, after an example with its answer."""
     # 30 and 3 times each, in the example 10 and 3 times; fewer in short prompts.
-    often, seldom, shown = (30, 3, (40, 10, 3)) if length >= 4096 else (6, 1, (20, 3, 1))
+    often, seldom = (30, 3) if length >= 4096 else (6, 1)
+    shown, shown_often, shown_seldom = (40, 10, 3) if length >= 4096 else (20, 3, 1)
     every = [word for words in word_lists() for word in words]
-    number, *repeats = shown
-    words = generator.choice(every, number, replace=False).tolist()
-    example = COMMON[0] + _numbered(generator, words, *repeats) + COMMON[1] + COMMON[2]
+    words = generator.choice(every, shown, replace=False).tolist()
+    numbered = _numbered(generator, words, shown_often, shown_seldom)
+    example = COMMON[0] + numbered + COMMON[1] + COMMON[2]
     answer = " ".join(f"{place}. {word}" for place, word in enumerate(words[:COMMON_WORDS], 1))
     most = length * len(every) // (seldom * len(encode(_numbered(generator, every, 1, 1))))
     if most > len(every):  # as RULER, which takes all words from a longer list then

@@ -175,7 +175,7 @@ def _measure_cell(model: Model, reading: WindowReading) -> Measurement:
     def work(ranges: list[tuple[int, int]]) -> list[Tally]:
         module = model.loaded()
         with reading.method.applied(module, reading.window):
-            return [_tallies(module, reading, windows[slice(*r)]) for r in ranges]
+            return [_tallies(module, reading, windows[start:stop]) for start, stop in ranges]
 
     def cells(tallies: list[Tally]) -> list[Cell]:
         cell = {
@@ -193,7 +193,8 @@ def _measure_cell(model: Model, reading: WindowReading) -> Measurement:
     costs = [window.inputs for _, window in windows]
     label = f"{model.name} {reading.scaled['scaling']} {reading.window:,}"
     items = [
-        Item([[key, *each]], work, [each], sum(costs[slice(*each)]), label) for each in cut(costs)
+        Item([[key, start, stop]], work, [(start, stop)], sum(costs[start:stop]), label)
+        for start, stop in cut(costs)
     ]
     return Measurement(items, cells)
 
@@ -229,7 +230,10 @@ def _figures(reading: WindowReading, tallies: Sequence[Tally]) -> Cell:
     """What a cell says about the tallies of all its windows."""
     documents = reading.documents
     counts = _added(tallies, "documents", len(documents))
-    scores = [DocumentScore(d.id, *count) for d, count in zip(documents, counts, strict=True)]
+    scores = [
+        DocumentScore(document.id, nats, tokens)
+        for document, (nats, tokens) in zip(documents, counts, strict=True)
+    ]
     interval = perplexity_interval(scores)
     figures: Cell = {
         "perplexity": _number(perplexity(scores)),
