@@ -240,12 +240,12 @@ def _copy_model(config: PreTrainedConfig, source: str | Path, folder: Path) -> N
 
 def _write_tokenizer(source: str | Path, folder: Path, longest: int) -> None:
     """Write the source's tokenizer for texts of a length in tokens; unread, as it is."""
-    theirs = Path(find_model(source).path)
-    patterns = (*TOKENIZER_FILES, "*.jinja")
-    files = [file for pattern in patterns for file in theirs.glob(pattern)]
     try:
         tokenizer = load_tokenizer(source)
     except UserError as error:
+        theirs = Path(find_model(source).path)
+        patterns = (*TOKENIZER_FILES, "*.jinja")
+        files = [file for pattern in patterns for file in theirs.glob(pattern)]
         copied = [file for file in files if file.is_file()]
         for file in copied:
             shutil.copyfile(file, folder / file.name)
@@ -290,7 +290,7 @@ def write_card(
         name=name or folder.resolve().name,
         model_type=config.model_type,
         source=Path(source).name if source is not None else "",
-        facts={**facts(config), "methods": ", ".join(dict.fromkeys(methods))},
+        facts={**facts(config), "methods": ", ".join(methods)},
         ours=ours,
         auto=f"AutoModelFor{head}" if head in PIPELINES else "AutoModel",
         install=install(),
