@@ -16,7 +16,7 @@ def main() -> None:
     """Run the harness' command line."""
     if importlib.util.find_spec("lm_eval") is None:
         sys.exit(f"this needs the lm-evaluation-harness: {install('harness')}")
-    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.__main__ import cli_evaluate  # an optional package
 
     words = sys.argv[1:]
     if "--model_args" in words and not any("max_length" in word for word in words):
