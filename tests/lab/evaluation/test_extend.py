@@ -8,7 +8,6 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from coca_attention.models import METHODS as ROWS
-from coca_attention.models.methods import method_named
 from coca_attention.testing import difference, logits, some_tokens
 from coca_lab.cli import main
 from coca_lab.data import Document, train_tokenizer
@@ -213,7 +212,7 @@ def test_info_card_and_configuration_agree_on_the_context(source, tmp_path, caps
         card = (target / "README.md").read_text()
         assert f"| context | {context} |" in card
         methods = "[log n scaling](https://kexue.fm/archives/8823), " if method == "limited" else ""
-        assert f"| methods | {methods}{method_named(method).source} |" in card
+        assert f"| methods | {methods}{ROWS[method].source} |" in card
         config = AutoModelForCausalLM.from_pretrained(target).config
         assert config.context_extension == {"method": method, "length": 160, "to": 320}
 
