@@ -2,13 +2,13 @@
 
     PYTHONPATH=. python scripts/figures.py
 
-draws README's, mean and range of a study's seeds for light and dark pages that are wide or narrow
-(docs/images/long-context-{light,dark}{,-narrow}.svg), prints what it says for those who cannot see
-it, and draws the first charts of studies' reports into their folders (results/NAME/chart.svg), each
-one file that is light or dark as the reader's browser.
+draws the first charts of studies' reports into their folders (results/NAME/chart.svg, in the
+colours of a light page), those of `README` also for light and dark pages that are wide or narrow
+(docs/images/long-context-{light,dark}{,-narrow}.svg), and prints what they say for those who cannot
+see them.
 """
 
-import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,22 +18,23 @@ import vl_convert
 
 import studies.recall  # noqa: F401 (registers its task and section)
 from coca_lab.report.charts import LineChart, Palette
-from coca_lab.report.drawing import INKS, NARROW, colours, of_theme, specification
-from coca_lab.report.lengths import PASSKEYS, PERPLEXITY, frame_of
+from coca_lab.report.drawing import INKS, NARROW, of_theme, specification
+from coca_lab.report.lengths import PASSKEYS, PERPLEXITY
 from coca_lab.report.page import page_sections, tasks_and_runs
 from coca_lab.report.result_files import parsed
-from coca_lab.report.task_sections import passkey_points, perplexity_points
 from studies.pages import published
 
 ROOT = Path(__file__).parents[1]
-README_RESULTS = "results/retrieval"
-NAMES = {
-    ("cohere 8 x 4000", "fold"): "roles",
-    ("cohere rope 8 x 4000", "none"): "RoPE",
-}
-"""The models in README's picture with their scaling, the recommended one first, and their names."""
+README = "long-context"
 LENGTHS, KEYS = PERPLEXITY.title, PASSKEYS.title
 PAGES: dict[str, tuple[dict[str, str], str]] = {
+    "long-context": (
+        {LENGTHS: "At 4,096 tokens (16 × the training context) roles has a perplexity of 21.04, "
+         "the others 22.70 to 88.49.",
+         f"{KEYS} (group 1)": "At 4,096 tokens (16 × the training context) roles finds 100% of "
+         "the passkeys, the others 0% to 8%."},
+        "Roles, rotary, no decay=roles; ALiBi; CoCA-Strict; RoFormer=RoPE",
+    ),
     "verdict": (
         {LENGTHS: "At 1,024 tokens (4 × the training context) roles has a perplexity of 22.01, "
          "the others 24.62 to 137.5."},
@@ -69,46 +70,12 @@ PAGES: dict[str, tuple[dict[str, str], str]] = {
 }  # fmt: skip
 """By folder of results: the sections of its report whose charts its page shows with these words,
 and their lines, with their names there. Tests compare the words with the figures."""
+NOTES = {"long-context": "0.7M parameters; mean and range of three seeds"}
+"""What is written below the titles of a folder's charts."""
 WIDE = 440
 """Pixels of a chart; README's are narrower on phones."""
-TITLES = {
-    "perplexity": "At {far:,} tokens, layers with {best} have a perplexity of {mine:.0f}, "
-    "{worst} {other:.0f}",
-    "passkey": "At {far:,} tokens, layers with {best} find {mine:.0%} of the passkeys, "
-    "{worst} {other:.0%}",
-}
 Titled = tuple[str, LineChart]
 """A finding, and the chart that shows it."""
-
-
-def readme_charts() -> list[Titled]:
-    """README's two charts with their findings."""
-    tasks, _ = tasks_and_runs(parsed(published(ROOT / README_RESULTS)))
-    made = []
-    for (task, title), figure in zip(TITLES.items(), (PERPLEXITY, PASSKEYS), strict=True):
-        (cells,) = tasks[task]
-        chosen = [cell for cell in cells if (cell.model, cell.scaling) in NAMES]
-        figures = {"perplexity": perplexity_points, "passkey": passkey_points}
-        means = frame_of(figures[task](chosen))
-        names = [NAMES[place] for place in zip(means["model"], means["scaling"], strict=True)]
-        means = means.assign(line=names, colour=names, dash="")
-        lengths = sorted(means["x"].unique().tolist())
-        far, (best, *_) = means["x"].max(), NAMES.values()
-        last = means[means["x"] == far].set_index("line")["y"]
-        worst = last.idxmin() if figure.top else last.idxmax()
-        said = {"best": best, "mine": last[best], "worst": worst}
-        trained = chosen[0].training_length
-        chart = LineChart(
-            means,
-            "tokens read",
-            "passkeys found" if figure.top else "perplexity (lower is better)",
-            ticks=lengths,
-            log_y=not figure.top,
-            top=figure.top,
-            mark=(trained, "training context"),
-        )
-        made.append((title.format(**said, other=last[worst], far=far), chart))
-    return made
 
 
 def report_charts(folder: Path, said: dict[str, str], lines: str) -> list[Titled]:
@@ -130,57 +97,43 @@ def report_charts(folder: Path, said: dict[str, str], lines: str) -> list[Titled
     return [(words, chosen(charts[title])) for title, words in said.items()]
 
 
-def picture(parts: Sequence[Titled], width: int, *, above: bool) -> str:
+def picture(parts: Sequence[Titled], width: int, *, above: bool, note: str = "") -> str:
     """Charts as SVG, side by side or one above the other, with colours yet to be set."""
     palette: Palette = {}
     drawn: list[dict[str, Any]] = []
     data: dict[str, Any] = {}
     for title, chart in parts:
         part = specification(chart, palette, width, height=220)
-        lines = [""]
-        for word in title.split():
-            fits = len(lines[-1]) + len(word) < width / 10
-            lines[-1:] = [f"{lines[-1]} {word}"] if fits else [lines[-1], word]
-        part["title"] = {"text": [line.strip() for line in lines], "anchor": "start"}
+        part["title"] = {"text": textwrap.wrap(title, width // 10), "anchor": "start"}
+        if note:
+            part["title"]["subtitle"] = textwrap.wrap(note, width // 8)
         data |= part.pop("datasets")
         config, _ = part.pop("config"), part.pop("padding")
         drawn.append(part)
     config["title"] = {"color": "var(--text)", "fontSize": 14, "fontWeight": "bold", "offset": 24}
+    config["title"] |= {"subtitleColor": "var(--soft)", "subtitleFontSize": 12}
     whole = {"vconcat" if above else "hconcat": drawn, "spacing": 40, "datasets": data}
     whole["resolve"] = {"scale": {"color": "independent", "strokeDash": "independent"}}
     whole |= {"config": config, "padding": {"top": 5, "right": 20, "left": 5, "bottom": 5}}
+    whole["background"] = "var(--page)"
     return vl_convert.vegalite_to_svg(whole)
-
-
-def of_browser(svg: str) -> str:
-    """The picture in the colours that the browser prefers, on a background."""
-    used = set(re.findall(r"var\(--(\w+)\)", svg)) | {"page"}
-
-    def rule(theme: str) -> str:
-        of = colours(theme)
-        return ";".join(f"--{name}:{of[name]}" for name in of if name in used)
-
-    dark = f"@media (prefers-color-scheme: dark){{svg{{{rule('dark')}}}}}"
-    style = f"<style>svg{{background:var(--page);{rule('light')}}}{dark}</style>"
-    return re.sub(r"(<svg[^>]*>)", lambda head: head[1] + style, svg, count=1)
 
 
 def main() -> None:
     """Draw the pictures."""
-    parts = readme_charts()
-    for narrow in (False, True):
-        svg = picture(parts, NARROW + 20 if narrow else WIDE, above=narrow)
-        for theme in INKS:
-            path = ROOT / "docs/images" / f"long-context-{theme}{'-narrow' * narrow}.svg"
-            path.write_text(of_theme(svg, theme), encoding="utf-8")
-    for title, chart in parts:
-        print(f"{title}. {chart.words()}")
     for name, (said, lines) in PAGES.items():
         folder = ROOT / "results" / name
-        parts = report_charts(folder, said, lines)
-        svg = of_browser(picture(parts, WIDE, above=True))
-        (folder / "chart.svg").write_text(svg, encoding="utf-8")
+        parts, note = report_charts(folder, said, lines), NOTES.get(name, "")
+        svg = picture(parts, WIDE, above=True, note=note)
+        (folder / "chart.svg").write_text(of_theme(svg, "light"), encoding="utf-8")
         print(name, *(f"{title} {chart.words()}" for title, chart in parts), sep="\n  ")
+        if name != README:
+            continue
+        for narrow in (False, True):
+            svg = picture(parts, NARROW + 20 if narrow else WIDE, above=narrow, note=note)
+            for theme in INKS:
+                path = ROOT / "docs/images" / f"long-context-{theme}{'-narrow' * narrow}.svg"
+                path.write_text(of_theme(svg, theme), encoding="utf-8")
 
 
 if __name__ == "__main__":

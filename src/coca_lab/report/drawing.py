@@ -17,8 +17,14 @@ from coca_lab.report.charts import COLOURS, DASHES, Frame, LineChart, Palette, m
 
 LEAST = 0.15
 """A vertical axis spans at least so much to either side of its middle: noise is no trend."""
+FAR = 4
+"""Lines without which the vertical axis can be so many times shorter are clipped."""
 WIDE, NARROW = 700, 350
 """Pixels, with the labels."""
+FONT = 12
+"""Pixels of labels; titles of axes are one pixel larger."""
+COLUMN, PRINTED, PRINTED_FONT = 3.3, 10, "Helvetica, Arial, sans-serif"
+"""Inches of a paper's column, in which 96 pixels are an inch and labels have 7.5 points."""
 LOGARITHMIC = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7))
 """Digits of the ticks of a logarithmic axis: the first that give three."""
 GAP = 15
@@ -34,7 +40,6 @@ STYLE = {
     "axis": {
         **{"labelColor": "var(--soft)", "titleColor": "var(--text)", "titleFontWeight": "normal"},
         **{"gridColor": "var(--rule)", "domainColor": "var(--axis)", "tickColor": "var(--axis)"},
-        **{"labelFontSize": 12, "titleFontSize": 13},
     },
     # The title of the vertical axis stands above it, where it takes no width.
     "axisY": {"titleAngle": 0, "titleAlign": "left", "titleAnchor": "end", "titleX": 0}
@@ -45,7 +50,7 @@ Specification = dict[str, Any]
 
 
 def specification(
-    chart: LineChart, palette: Palette, width: int = WIDE, height: int = 0
+    chart: LineChart, palette: Palette, width: int = WIDE, height: int = 0, font: float = FONT
 ) -> Specification:
     """The picture of a chart, so wide with room for the lines' names.
 
@@ -54,13 +59,15 @@ def specification(
         palette: The colours of the page so far; names without one are added.
         width: In pixels.
         height: In pixels, without the axis; by default as fits the width.
+        font: Size of the labels in pixels.
     """
     points = chart.drawn()
     lines = points.drop_duplicates("line")
     looks = {row.line: _look(row.colour, row.dash, palette) for row in lines.itertuples()}
     domain = _domain(chart, points)
     height = max(height or (300 if width == WIDE else 260), GAP * len(looks))
-    label = min(7.5 * max(map(len, looks), default=0) + 8, 0.36 * width)
+    names = _names(chart, points, domain)
+    label = min(0.625 * font * max(map(len, names.values()), default=0) + 8, 0.36 * width)
 
     def by_line(index: int) -> alt.Scale:
         values = [look[index] for look in looks.values()]
@@ -80,19 +87,22 @@ def specification(
     layers: list[Any] = [base.mark_line(clip=True)]
     if chart.bars and points["low"].notna().any():
         areas = base.transform_filter("isValid(datum.low)").encode(y="low:Q", y2="high:Q")
-        layers = [areas.mark_area(opacity=0.15), *layers]
+        layers = [areas.mark_area(opacity=0.15, clip=True), *layers]
     dots = base.transform_filter("datum.mark != 'line'").encode(description="told:N")
-    layers += [dots.mark_circle(size=45, opacity=1), *_marks(chart, points["x"])]
+    inside = dots.transform_filter(f"datum.y <= {ends[1]}").mark_circle(size=45, opacity=1)
+    layers += [inside, *_marks(chart, points["x"], font)]
     # The names of the lines beside their ends; places are in pixels, without a scale.
     places = _ends(chart, points, domain, height).items()
-    named = alt.InlineData(values=[{"line": name, "place": place} for name, place in places])
+    labels = [{"line": line, "name": names[line], "place": place} for line, place in places]
+    named = alt.InlineData(values=labels)
     texts = alt.Chart(named).mark_text(
-        align="left", baseline="middle", dx=8, limit=label - 8, fontSize=12
+        align="left", baseline="middle", dx=8, limit=label - 8, fontSize=font
     )
     at = alt.Y("place:Q", scale=None, axis=None)
-    layers.append(texts.encode(x=alt.value("width"), y=at, text="line:N", color=colour))
+    layers.append(texts.encode(x=alt.value("width"), y=at, text="name:N", color=colour))
     whole = alt.layer(*layers).properties(width=width - label - 80, height=height)
-    made = whole.to_dict(validate=False) | {"config": STYLE}
+    sizes = {"labelFontSize": font, "titleFontSize": font + 1}
+    made = whole.to_dict(validate=False) | {"config": STYLE | {"axis": STYLE["axis"] | sizes}}
     del made["$schema"]  # an address, which the page does not need
     return made | {"padding": {"top": 5, "left": 5, "bottom": 5, "right": 20}}
 
@@ -122,14 +132,30 @@ def static_svg(picture: Specification, prefix: str) -> str:
 def for_print(chart: LineChart, palette: Palette) -> dict[str, bytes]:
     """A chart in the colours of a light page, as the contents of files by their endings.
 
-    It is `NARROW`: in a column of 3.3 inches its labels have eight points.
+    All are `COLUMN` wide; the PNG has 400 pixels an inch.
     """
-    picture = of_theme(json.dumps(specification(chart, palette, NARROW)), "light")
-    picture = picture.replace(STYLE["font"], "Helvetica, Arial, sans-serif")
+
+    def drawn(width: float) -> tuple[str, float, float]:
+        """The picture, and how wide and high it is in pixels, which depends on its labels."""
+        spec = specification(chart, palette, round(width), font=PRINTED)
+        text = of_theme(json.dumps(spec | {"background": "var(--page)"}), "light")
+        svg = vl_convert.vegalite_to_svg(text.replace(STYLE["font"], PRINTED_FONT))
+        (size,) = re.findall(r'^<svg[^>]* width="([\d.]+)" height="([\d.]+)"', svg)
+        return svg, float(size[0]), float(size[1])
+
+    _, first, _ = drawn(NARROW)
+    svg, width, height = drawn(NARROW + 96 * COLUMN - first)
+
+    def sized(inch: float, unit: str = "") -> str:
+        size = (
+            f'width="{COLUMN * inch:.4f}{unit}" height="{COLUMN * height / width * inch:.4f}{unit}"'
+        )
+        return re.sub(r'width="[\d.]+" height="[\d.]+"', size, svg, count=1)
+
     return {
-        "svg": vl_convert.vegalite_to_svg(picture).encode(),
-        "pdf": vl_convert.vegalite_to_pdf(picture),
-        "png": vl_convert.vegalite_to_png(picture, scale=4),
+        "svg": sized(1, "in").encode(),
+        "pdf": vl_convert.svg_to_pdf(sized(72)),  # in which a pixel is a point
+        "png": vl_convert.svg_to_png(sized(400)),
     }
 
 
@@ -171,10 +197,15 @@ def _records(chart: LineChart, points: Frame) -> list[dict[str, Any]]:
 
 
 def _domain(chart: LineChart, points: Frame) -> tuple[float, float]:
-    """Ends of the vertical axis, at least `LEAST` to either side of the middle."""
+    """Ends of the vertical axis, at least `LEAST` to either side of the middle.
+
+    Lines far above all others are not fitted in, so that the others can be told apart.
+    """
     if chart.top is not None:
         return -0.02 * chart.top, 1.04 * chart.top
-    values = points[["y", "low", "high"] if chart.bars else ["y"]].to_numpy(dtype=float)
+    near = points[~points["line"].isin(_far_above(chart, points))]
+    values = near[["y", "low", "high"] if chart.bars else ["y"]].to_numpy(dtype=float)
+    values = np.append(values, points["y"].min())
     values = values[np.isfinite(values) & ((values > 0) | (not chart.log_y))]
     if not values.size:
         return 0.1, 1.0
@@ -190,6 +221,29 @@ def _domain(chart: LineChart, points: Frame) -> tuple[float, float]:
     return middle - reach, middle + reach
 
 
+def _far_above(chart: LineChart, points: Frame) -> list[str]:
+    """The fewest lines without which the axis can be `FAR` times shorter, if these are the fewer.
+
+    At least three others remain.
+    """
+    shown = points[(points["y"] > 0) | (not chart.log_y)]
+    heights = np.log(shown["y"]) if chart.log_y else shown["y"]
+    tops = heights.groupby(shown["line"]).max().sort_values() - heights.min()
+    for kept in range(len(tops) - 1, max(2, len(tops) // 2), -1):
+        if FAR * tops.iloc[kept - 1] < tops.iloc[-1]:
+            return tops.index[kept:].tolist()
+    return []
+
+
+def _names(chart: LineChart, points: Frame, domain: tuple[float, float]) -> dict[str, str]:
+    """What is written beside the lines' ends: their names, and of what is clipped the value."""
+    last = points.loc[points.groupby("line", sort=False)["x"].idxmax()]
+    above = last["y"] > domain[1]
+    values = last["y"].map(chart.said)
+    names = last["line"].where(~above, last["line"] + " ↑ " + values)
+    return dict(zip(last["line"], names, strict=True))
+
+
 def _horizontal(chart: LineChart, width: int) -> alt.X:
     """The horizontal axis and its scale."""
     scale = alt.Scale(nice=False, zero=False)
@@ -197,7 +251,7 @@ def _horizontal(chart: LineChart, width: int) -> alt.X:
     if chart.ticks:
         scale = alt.Scale(type="log", base=2, nice=False)
         axis = alt.Axis(values=[*chart.ticks], format=",.6~g", labelOverlap="parity", grid=False)
-    if width == NARROW:
+    if width < WIDE / 2 + NARROW / 2:
         axis["tickCount"] = 4
     return alt.X("x:Q", title=chart.x, scale=scale, axis=axis)
 
@@ -222,7 +276,7 @@ def round_ticks(low: float, high: float) -> list[float]:
     return next(ticks for ticks in inside if len(ticks) >= 3)
 
 
-def _marks(chart: LineChart, x: Frame) -> list[Any]:
+def _marks(chart: LineChart, x: Frame, font: float) -> list[Any]:
     """The marked level, and the place if it lies among the points, whose ticks say where."""
     layers: list[Any] = []
     if chart.level is not None:
@@ -233,7 +287,7 @@ def _marks(chart: LineChart, x: Frame) -> list[Any]:
         data = alt.Chart(alt.InlineData(values=[{"x": place, "name": name}])).encode(x="x:Q")
         layers.append(data.mark_rule(color="var(--axis)", strokeDash=[2, 3]))
         words = data.mark_text(color="var(--soft)", align="left", baseline="bottom", dx=2)
-        layers.append(words.encode(y=alt.value(-4), text="name:N", size=alt.value(12)))
+        layers.append(words.encode(y=alt.value(-4), text="name:N", size=alt.value(font)))
     return layers
 
 

@@ -1,6 +1,7 @@
 """What charts show: axes, labels, which lines, colours; and that published results have one."""
 
 import importlib
+import itertools
 import math
 import re
 from pathlib import Path
@@ -52,6 +53,25 @@ def test_an_axis_is_wide_enough_that_noise_is_no_trend(log_y):
         assert low < 81.3 / 1.149 and high > 81.3 * 1.149
     low, high = domain(points("a", [10.0, 100.0]), log_y=log_y)
     assert low < 10 < 100 < high < 110
+
+
+@pytest.mark.parametrize("log_y", [True, False])
+def test_lines_far_above_the_others_are_clipped_and_say_where_they_end(log_y):
+    """In an axis that fits 667, five methods between 21.7 and 23.2 are one line."""
+    near = [points(name, [21.0, 22.0, 20.5 + i]) for i, name in enumerate("abc")]
+    far = points("base", [20.0, 48.0, 667.0])
+    low, high = domain(*near, far, log_y=log_y)
+    assert low < 20 and 22.5 < high < 30
+    made = specification(chart(*near, far, log_y=log_y), {})
+    named = made["datasets"][made["layer"][-1]["data"]["name"]]
+    assert [each["name"] for each in named if each["line"] == "base"] == ["base ↑ 667"]
+    assert {each["name"] for each in named} >= {"a", "b", "c"}
+    svg = static_svg(made, "s")
+    assert "a: 21 at 1" in svg and "667 at 4" not in svg  # no dot outside the axes
+    # What two others contrast with, or more than half of the lines, is shown in full.
+    assert domain(*near[:2], far, log_y=log_y)[1] > 667
+    assert domain(*near, *(points(n, [20.0, 500.0, 667.0]) for n in "def"), log_y=log_y)[1] > 667
+    assert domain(*near, points("d", [20.0, 22.0, 28.0]), log_y=log_y)[1] > 28
 
 
 def test_a_logarithmic_axis_has_few_ticks_and_round_ones():
@@ -172,11 +192,15 @@ def figures():
         yield importlib.import_module("figures")
 
 
-@pytest.mark.parametrize("name", ["verdict", "native", "recall", "smollm2", "extension"])
+DRAWN = ["verdict", "native", "recall", "smollm2", "extension", "long-context"]
+
+
+@pytest.mark.parametrize("name", DRAWN)
 def test_the_words_of_a_committed_picture_are_those_of_its_figures(figures, name):
     """Written by hand: which lines are best at the end, their figure, and those of the others."""
     svg = (RESULTS / name / "chart.svg").read_text("utf-8")
-    picture = " ".join(re.sub(r"<style>.*?</style>|<[^>]+>", " ", svg).split())
+    assert "var(" not in svg and "prefers-color-scheme" not in svg  # which few programs know
+    picture = " ".join(re.sub(r"<[^>]+>", " ", svg).split())
     drawn = figures.report_charts(RESULTS / name, *figures.PAGES[name])
     for title, chart in drawn:
         assert title in picture
@@ -193,6 +217,26 @@ def test_the_words_of_a_committed_picture_are_those_of_its_figures(figures, name
         best = set(chart.points["colour"]) - set(rest)
         who = re.split(r" (?:has|have|finds|answers) ", title)[0]
         assert all(name in who for name in best & {*far.index})
+
+
+def test_the_readmes_picture_is_that_of_its_page(figures):
+    """In literal colours, for light and dark pages, wide and narrow; with its alternative text."""
+    folder = RESULTS / figures.README
+    images = RESULTS.parent / "docs" / "images"
+    drawn = figures.report_charts(folder, *figures.PAGES[folder.name])
+    note = figures.NOTES[folder.name]
+    for narrow, theme in itertools.product((False, True), figures.INKS):
+        width = figures.NARROW + 20 if narrow else figures.WIDE
+        svg = figures.picture(drawn, width, above=narrow, note=note)
+        made = re.sub(r"clip\d+|gradient_\d+", "", figures.of_theme(svg, theme))
+        path = images / f"long-context-{theme}{'-narrow' * narrow}.svg"
+        assert re.sub(r"clip\d+|gradient_\d+", "", path.read_text("utf-8")) == made
+    readme = (RESULTS.parent / "README.md").read_text("utf-8")
+    (told,) = re.findall(r'alt="(Two charts[^"]*)"', readme)
+    for _, chart in drawn:
+        for _, line in chart.points.groupby("line"):
+            for y in line.sort_values("x")["y"].iloc[[0, -1]]:
+                assert (f"{y:.0%}" if chart.top else f"{y:.0f}") in told.replace(" %", "%")
 
 
 def test_the_chart_of_smollm2_says_which_methods_are_level_and_where_lines_end(figures):

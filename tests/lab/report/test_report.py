@@ -268,7 +268,7 @@ def test_every_table_is_there_as_csv(undrawn):
 
 
 def test_charts_are_files_for_papers(tmp_path):
-    """With literal colours, at a width of a column."""
+    """With literal colours on white, as wide as a column, with labels of 7 to 8.3 points there."""
     file = written(tmp_path, "r.json", [*CELLS, passkey("a", 64, 2)])
     write_report([file], tmp_path / "page.html", figures=tmp_path / "figures")
     names = ["1-perplexity-against-the-length-read-at-once", "2-passkeys-found-by-prompt-length"]
@@ -276,9 +276,17 @@ def test_charts_are_files_for_papers(tmp_path):
     assert {path.name for path in (tmp_path / "figures").iterdir()} == expected
     svg = (tmp_path / "figures" / f"{names[0]}.svg").read_text()
     assert "var(" not in svg and ">RoFormer</text>" in svg and "#b0522a" in svg
-    assert float(re.search(r'width="([\d.]+)"', svg)[1]) < 360
-    assert (tmp_path / "figures" / f"{names[0]}.pdf").read_bytes().startswith(b"%PDF")
-    assert (tmp_path / "figures" / f"{names[0]}.png").read_bytes().startswith(b"\x89PNG")
+    for name in names:
+        svg = (tmp_path / "figures" / f"{name}.svg").read_text()
+        assert re.match(r'<svg[^>]* width="3.3000in" height="[\d.]+in"', svg)
+        assert 'fill="#ffffff"' in svg
+        scale = 3.3 * 72 / float(re.search(r'viewBox="0 0 ([\d.]+)', svg)[1])  # points of a pixel
+        sizes = {float(size) * scale for size in re.findall(r'font-size="([\d.]+)px"', svg)}
+        assert sizes and min(sizes) >= 7 and max(sizes) < 8.5
+        pdf = (tmp_path / "figures" / f"{name}.pdf").read_bytes()
+        assert pdf.startswith(b"%PDF") and b"MediaBox [0 0 237.6 " in pdf
+        png = (tmp_path / "figures" / f"{name}.png").read_bytes()
+        assert png.startswith(b"\x89PNG") and int.from_bytes(png[16:20], "big") == 1320
 
 
 def places(value, path=()):
