@@ -7,6 +7,7 @@ dark. Only pages import this module, so that commands which print tables start w
 import json
 import math
 import re
+import textwrap
 from typing import Any
 
 import altair as alt
@@ -21,8 +22,8 @@ FAR = 4
 """Lines without which the vertical axis can be so many times shorter are clipped."""
 WIDE, NARROW = 700, 350
 """Pixels, with the labels."""
-FONT = 12
-"""Pixels of labels; titles of axes are one pixel larger."""
+FONT, LETTER = 12, 0.6
+"""Pixels of labels, and of them the width of a letter; titles of axes are one pixel larger."""
 COLUMN, PRINTED, PRINTED_FONT = 3.3, 10, "Helvetica, Arial, sans-serif"
 """Inches of a paper's column, in which 96 pixels are an inch and labels have 7.5 points."""
 LOGARITHMIC = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7))
@@ -65,9 +66,11 @@ def specification(
     lines = points.drop_duplicates("line")
     looks = {row.line: _look(row.colour, row.dash, palette) for row in lines.itertuples()}
     domain = _domain(chart, points)
-    height = max(height or (300 if width == WIDE else 260), GAP * len(looks))
-    names = _names(chart, points, domain)
-    label = min(0.625 * font * max(map(len, names.values()), default=0) + 8, 0.36 * width)
+    names = _names(chart, points, domain, round(0.36 * width / (LETTER * font)))
+    rows = {line: len(name) for line, name in names.items()}
+    height = max(height or (300 if width == WIDE else 260), GAP * sum(rows.values()))
+    longest = max((len(row) for name in names.values() for row in name), default=0)
+    label = LETTER * font * longest + 8
 
     def by_line(index: int) -> alt.Scale:
         values = [look[index] for look in looks.values()]
@@ -92,11 +95,14 @@ def specification(
     inside = dots.transform_filter(f"datum.y <= {ends[1]}").mark_circle(size=45, opacity=1)
     layers += [inside, *_marks(chart, points["x"], font)]
     # The names of the lines beside their ends; places are in pixels, without a scale.
-    places = _ends(chart, points, domain, height).items()
-    labels = [{"line": line, "name": names[line], "place": place} for line, place in places]
+    places = spread(_ends(chart, points, domain, height), height, rows)
+    labels = [
+        {"line": line, "name": names[line], "place": place - GAP * (rows[line] - 1) / 2}
+        for line, place in places.items()
+    ]
     named = alt.InlineData(values=labels)
     texts = alt.Chart(named).mark_text(
-        align="left", baseline="middle", dx=8, limit=label - 8, fontSize=font
+        align="left", baseline="middle", dx=8, fontSize=font, lineHeight=GAP
     )
     at = alt.Y("place:Q", scale=None, axis=None)
     layers.append(texts.encode(x=alt.value("width"), y=at, text="name:N", color=colour))
@@ -235,13 +241,16 @@ def _far_above(chart: LineChart, points: Frame) -> list[str]:
     return []
 
 
-def _names(chart: LineChart, points: Frame, domain: tuple[float, float]) -> dict[str, str]:
-    """What is written beside the lines' ends: their names, and of what is clipped the value."""
+def _names(
+    chart: LineChart, points: Frame, domain: tuple[float, float], letters: int
+) -> dict[str, list[str]]:
+    """What is written beside the lines' ends, in rows: names, and of what is clipped the value."""
     last = points.loc[points.groupby("line", sort=False)["x"].idxmax()]
     above = last["y"] > domain[1]
     values = last["y"].map(chart.said)
     names = last["line"].where(~above, last["line"] + " ↑ " + values)
-    return dict(zip(last["line"], names, strict=True))
+    rows = (textwrap.wrap(name, letters) for name in names)
+    return dict(zip(last["line"], rows, strict=True))
 
 
 def _horizontal(chart: LineChart, width: int) -> alt.X:
@@ -294,22 +303,32 @@ def _marks(chart: LineChart, x: Frame, font: float) -> list[Any]:
 def _ends(
     chart: LineChart, points: Frame, domain: tuple[float, float], height: int
 ) -> dict[str, float]:
-    """Where the lines end, in pixels from the top, apart from each other."""
+    """Where the lines end, in pixels from the top."""
     last = points.loc[points.groupby("line", sort=False)["x"].idxmax()].set_index("line")["y"]
     if chart.log_y:
         domain, last = (math.log(domain[0]), math.log(domain[1])), np.log(last.clip(domain[0]))
     low, high = domain
-    return spread((height * (high - last) / (high - low)).to_dict(), height)
+    return (height * (high - last) / (high - low)).to_dict()
 
 
-def spread(places: dict[str, float], height: float) -> dict[str, float]:
-    """Places moved apart to at least `GAP`, in their order, and down to ``height`` if they fit."""
+def spread(places: dict[str, float], height: float, rows: dict[str, int]) -> dict[str, float]:
+    """The middles of labels, moved apart in their order, and down to ``height`` if they fit.
+
+    Args:
+        places: Where each would be best, in pixels from the top.
+        height: The lowest place of a row.
+        rows: Of each label; a row takes `GAP`.
+    """
     order = sorted(places, key=lambda name: places[name])
-    found: list[float] = []
+    found = dict(places)
+    end = -GAP / 2
     for name in order:
-        found.append(max(places[name], found[-1] + GAP if found else 0.0))
-    end = float(height)
-    for index in reversed(range(len(found))):
-        found[index] = min(found[index], end)
-        end = found[index] - GAP
-    return dict(zip(order, found, strict=True))
+        half = GAP * rows[name] / 2
+        found[name] = max(found[name], end + half)
+        end = found[name] + half
+    end = height + GAP / 2
+    for name in reversed(order):
+        half = GAP * rows[name] / 2
+        found[name] = min(found[name], end - half)
+        end = found[name] - half
+    return {name: found[name] for name in order}

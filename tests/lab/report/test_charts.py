@@ -64,8 +64,8 @@ def test_lines_far_above_the_others_are_clipped_and_say_where_they_end(log_y):
     assert low < 20 and 22.5 < high < 30
     made = specification(chart(*near, far, log_y=log_y), {})
     named = made["datasets"][made["layer"][-1]["data"]["name"]]
-    assert [each["name"] for each in named if each["line"] == "base"] == ["base ↑ 667"]
-    assert {each["name"] for each in named} >= {"a", "b", "c"}
+    assert [each["name"] for each in named if each["line"] == "base"] == [["base ↑ 667"]]
+    assert [each["name"] for each in named if each["line"] in "abc"][::-1] == [["a"], ["b"], ["c"]]
     svg = static_svg(made, "s")
     assert "a: 21 at 1" in svg and "667 at 4" not in svg  # no dot outside the axes
     # What two others contrast with, or more than half of the lines, is shown in full.
@@ -101,13 +101,26 @@ def test_shares_are_told_in_percent_as_on_their_axis():
 
 def test_names_stand_beside_the_ends_of_their_lines_and_apart():
     places = {"a": 50.0, "b": 52.0, "c": 299.0, "d": 299.0}
-    found = spread(places, 300)
+    found = spread(places, 300, dict.fromkeys(places, 1))
     assert found["a"] == 50 and found["b"] == 50 + GAP and found["d"] == 300
     assert all(b - a >= GAP for a, b in zip(found.values(), [*found.values()][1:], strict=False))
+    found = spread(places, 300, {**dict.fromkeys(places, 1), "b": 3})
+    assert found["b"] - found["a"] == 2 * GAP and found["c"] == 300 - GAP
     made = specification(chart(points("up", [1.0, 2.0]), points("flat", [1.0, 1.0])), {})
     named = made["datasets"][made["layer"][-1]["data"]["name"]]
     places = {each["line"]: each["place"] for each in named}
     assert 0 <= places["up"] < places["flat"] - 100
+
+
+def test_a_long_name_is_written_in_rows():
+    """It ended in "No positions, with d…"."""
+    name = "No positions, with decay and temperature"
+    for width, rows in ((WIDE, 2), (NARROW, 3)):
+        made = specification(chart(points(name, [1, 2]), points("a", [1, 2])), {}, width)
+        named = made["datasets"][made["layer"][-1]["data"]["name"]]
+        written = {each["line"]: each["name"] for each in named}
+        assert len(written[name]) == rows and " ".join(written[name]) == name
+        assert written["a"] == ["a"] and "limit" not in str(made)
 
 
 def test_of_many_lines_the_best_one_and_those_of_every_method_are_drawn():
