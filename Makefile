@@ -9,7 +9,7 @@ READY  := $(VENV)/.ready
 
 help:
 	@echo "make setup       virtual environment in .venv with everything the project needs"
-	@echo "make quickstart  train five small models and compare them on long text (5 to 8 minutes)"
+	@echo "make quickstart  train three small models and compare them on long text (200 s of processor time)"
 	@echo "make reproduce SIZE=50m HOURS=2 TEXT=FILES   the paper's comparison at 50m, 125m or 350m parameters"
 	@echo "make test        the test suite"
 	@echo "make test-slow   the tests that take minutes"

@@ -38,7 +38,7 @@ IN_ORDER = ("quickstart", "your-text", "convert", "evaluate", "serve")
 # What stands for files that are not there, in commands of the pages.
 STAND_INS = {
     "runs/e/study.yaml": "studies/small.yaml",
-    "runs/quickstart/CoCA-Slack/recipe.yaml": "recipes/books-5m.yaml",
+    "runs/quickstart/CoCA-Strict/recipe.yaml": "recipes/books-5m.yaml",
     "my.yaml": "studies/long-context.yaml",
 }
 UNLOGGED = ["--data.max-tokens=20000", "--training.report-to=[]", "--training.precision=float32"]
@@ -166,6 +166,28 @@ def test_the_readmes_table_names_a_command_for_every_purpose(workplace, capsys):
     words = shlex.split(rows[0].strip("`").replace("TEXT", "books"))[1:]
     assert main([*words, "--check-documents", "2", "--check-numbers", "1"]) == 0
     assert "TARGET: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "results" / "quickstart" / "README.md", TUTORIALS / "quickstart.md"], ids=str
+)
+def test_the_quickstarts_tables_have_the_figures_of_its_run(page):
+    run = json.loads((ROOT / "results" / "quickstart" / "seed-0.json").read_text("utf-8"))
+    found = {}
+    for cell in run["results"]:
+        name = cell["model"] + " + NTK" * (cell["scaling"] == "ntk_text")
+        column = "alone" if cell["scaling"] == "attend-last" else f"{cell['window']:,}"
+        found[name, column] = f"{cell['perplexity']:.1f}"
+    header, _, *rows = re.findall(r"^\|(.+)\|$", page.read_text("utf-8"), re.M)
+    columns = [column.split()[-1] for column in header.split("|")[1:]]
+    assert {name for name, _ in found} >= {"RoFormer", "CoCA-Strict", "Native"}
+    for row in rows:
+        first, *values = row.split("|")
+        (name,) = re.match(r"[\s*]*([\w-]+(?: \+ NTK)?)", first).groups()
+        shown = dict(zip(columns, (value.strip(" *") for value in values), strict=True))
+        assert shown == {column: found.pop((name, column), "") for column in columns}
+    left = {name for name, _ in found}
+    assert not left if "results" in page.parts else all("NTK" in name for name in left)
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """How relative the scores of a model are (App. D.4): what changes when all positions move alike.
 
-    PYTHONPATH=. python -m studies.angles.shifts runs/quickstart/CoCA-Slack --source stdlib
+    PYTHONPATH=. python -m studies.angles.shifts runs/quickstart/CoCA-Strict --source stdlib
 
 prints the share of every layer's scores that depends on more than the distance, how much scores and
 attention change when a text begins later, and what a token then costs: results/analysis.

@@ -364,6 +364,15 @@ def test_the_projects_files_are_found_by_name(capsys, tmp_path, monkeypatch):
     assert "did you mean passkey-1m" in capsys.readouterr().err
 
 
+def test_the_quickstart_has_three_models_and_small_the_papers_others_too():
+    quickstart, small = load_study("quickstart"), load_study("small")
+    assert [*quickstart.models] == ["RoFormer", "CoCA-Strict", "Native"]
+    assert {*small.models} == {*quickstart.models, "CoCA-Slack", "ALiBi"}
+    native, recommended = quickstart.models["Native"], load_recipe("native-1m").model
+    assert native["model.body"] == recommended.body == "cohere2"
+    assert native["model.options"].keys() == recommended.options.keys()
+
+
 def test_the_projects_studies_load_and_the_papers_models_differ_in_attention(tmp_path):
     for study in map(load_study, shipped("study")):
         study.sizes = dict([*study.sizes.items()][:1])
