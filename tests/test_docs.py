@@ -261,6 +261,7 @@ def test_the_notebook_is_committed_with_its_outputs():
     for output in (output for cell in cells for output in cell["outputs"]):
         output.get("data", {}).pop("image/png", None)
     text = json.dumps(cells).replace("\\n", "\n")
+    assert "CoCA-Strict trained" in text
     # An absolute path would be one of the machine that it ran on.
     assert not re.search(r"(?<![\w.:/<])/\w[\w.-]*/|file://|Traceback", text)
 
