@@ -184,11 +184,16 @@ class Choice:
 
     @property
     def taken(self) -> Read | None:
-        """Of those that documents do not part from the best, the one that most engines run."""
+        """Of those that documents do not part from the best, the one that most engines run.
+
+        Where needles say nothing, the first of these, in the order of `METHODS`.
+        """
         if self.best is None:
             return None
         level = [each for each in self.candidates if not self._parted(each)]
-        return max(level, key=lambda each: (len(each.engines), -mean_nats(each.far)))
+        most = max(len(each.engines) for each in level)
+        most_run = [each for each in level if len(each.engines) == most]
+        return min(most_run, key=lambda each: mean_nats(each.far)) if self.finds else most_run[0]
 
     def _parted(self, each: Read) -> bool:
         """Whether a candidate is worse than the best beyond L."""
