@@ -58,28 +58,43 @@ def test_what_was_not_measured_is_no_perplexity_of_1():
 
 
 def test_the_readmes_table_of_methods_is_of_the_published_check():
-    """And its code makes the row that names its option."""
-    nats, found = defaultdict(list), Counter()
-    for line in (ROOT / "results/extend/values.ndjson").read_text("utf-8").splitlines():
+    """So has the page of the check, and README's code makes the row that names its option."""
+    perplexity = {}
+    nats = defaultdict(list)
+    found = Counter()
+    for line in (ROOT / "results/extend/check.ndjson").read_text("utf-8").splitlines():
         entry = json.loads(line)
-        method, lengths = entry["key"][3]["method"], entry["key"][5]
-        for length, score in zip(lengths, entry["value"]["scores"], strict=True):
-            place = method if score["found"] else "last tokens", length
-            nats[place].append(score["nats"] / score["tokens"])
-            found[place] += sum(score["found"])
-    shown = {place: f"{math.exp(sum(of) / len(of)):.2f}" for place, of in nats.items()}
+        (task, *_), what = entry["key"]
+        if task == "perplexity":
+            place = what[0]["scaled"]["scaling"], what[0]["window"][0]
+            documents = entry["value"]["documents"]
+            mean = sum(total / tokens for _, total, tokens in documents) / len(documents)
+            perplexity[place] = f"{math.exp(mean):.2f}"
+        elif what[1] == 12288:
+            method = what[0]["scaling"]
+            far = [needle for needle in entry["value"] if needle["distance"] > 8192]
+            nats[method] += [needle["nats"] / 7 for needle in far]
+            found[method, True] += sum(needle["found"] for needle in far)
+            found[method, False] += sum(x["found"] for x in entry["value"] if x not in far)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "results/extend/README.md").read_text(encoding="utf-8")
     names = {
-        "as it is": "base", "YaRN": "yarn", "dynamic NTK": "dynamic",
-        "limited distances": "limited", "leaky distances": "leaky",
+        "as it is": "none", "YaRN": "yarn", "dynamic NTK": "dynamic", "NTK": "ntk",
+        "limited distances": "limited", "leaky distances": "leaky", "shifted distances": "shifted",
     }  # fmt: skip
     for name, method in names.items():
-        (row,) = re.findall(rf"^\| \**{name}\b(?!, the last).*", readme, re.M)
-        cells = [cell.split()[0] for cell in row.strip("| ").split(" | ")[1:3]]
-        assert cells == [shown[method, 12288], str(found[method, 12288])]
-    assert f"the last 8,192 alone | {shown['last tokens', 12288]} |" in readme
-    assert f"SmolLM2 finds {found['base', 8192]} of 15" in " ".join(readme.split())
-    (made,) = re.findall(r"^\| (.+?) \(`--method \w+`\) \| [\d.]+ \|", readme, re.M)
+        mean = sum(nats[method]) / len(nats[method])
+        shown = [perplexity[method, 12288], f"{mean:.2f}"]
+        back = [str(found[method, far]) for far in (False, True)]
+        both = str(found[method, False] + found[method, True])
+        for text, counts in ((readme, [both]), (page, back)):
+            row, *_ = re.findall(rf"^\| \**{name}\b(?!, the last).*", text, re.M)
+            cells = [cell.split()[0] if cell.strip() else "" for cell in row.split("|")[3:-1]]
+            cells = cells if text is page else cells[:3]
+            assert [cells[0], cells[-1 - len(counts)]] == shown
+            assert cells[-len(counts) :] == counts
+    assert f"the last 8,192 alone | | {perplexity['attend-last', 8192]} |" in readme
+    (made,) = re.findall(r"^\| (.+?) \(`--method \w+`\) \|", readme, re.M)
     assert f'"{names[made]}", to=12288)' in readme
 
 
