@@ -59,6 +59,9 @@ def check_is_loaded(model: object) -> None:
             "AutoModelForCausalLM.from_pretrained; the commands coca extend and coca convert take "
             "its folder or name"
         )
+    if not hasattr(model, "config"):
+        name = model.__name__ if isinstance(model, type) else type(model).__name__
+        raise UserError(f"expected a Transformers model, got {name}")
 
 
 @contextmanager

@@ -26,6 +26,13 @@ log = logging.getLogger(__name__)
 
 HUB_PATIENCE = 10.0
 """Seconds in which the Hub has to answer."""
+INSTEAD = {
+    "recipe.yaml": "its training has not finished: run coca train again with the same recipe",
+    "adapter_config.json": "it is an adapter: merge it into its model, and save that",
+    "*.gguf": "write {} as one first, see docs/troubleshooting.md",
+    "checkpoint-*": "it has checkpoints, such as {}: name one of them",
+}
+"""What to do with folders that are no model's, by a file in them."""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -175,16 +182,39 @@ def find_model(name: str | Path) -> Place:
         UserError: If there is no such folder, or neither the cache nor the Hub has the name.
     """
     path = os.path.expanduser(name)
-    folder = Path(path)
-    if folder.is_dir():
+    if Path(path).is_dir():
         return Place(path)
-    has_parent = folder.parent != Path() and folder.parent.is_dir()
-    if has_parent or folder.is_absolute() or folder.is_file():
-        raise UserError(f"{name}: there is no such folder; check the path (here: {Path.cwd()})")
+    check_may_be_model(name)
     repository, _, revision = path.partition("@")
     place = Place(repository, _cached_commit(repository, revision or "main"))
     _check_hub(path, place)
     return place
+
+
+def check_may_be_model(name: str | Path) -> None:
+    """Raise UserError for a path of this machine that is no folder, unless the Hub may have it."""
+    folder = Path(name).expanduser()
+    has_parent = folder.parent != Path() and folder.parent.is_dir()
+    is_path = folder.is_absolute() or str(name).startswith(("./", "../"))
+    is_path |= has_parent or folder.is_file() or len(folder.parts) > 2
+    if is_path and not folder.is_dir():
+        raise UserError(f"{name}: there is no such folder; check the path (here: {Path.cwd()})")
+
+
+def check_model_folder(name: str | Path) -> None:
+    """The same, and for folders that are no model's."""
+    check_may_be_model(name)
+    folder = Path(name).expanduser()
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        hints = (
+            what.format(found[0].name)
+            for pattern, what in INSTEAD.items()
+            if (found := sorted(folder.glob(pattern)))
+        )
+        otherwise = "name the folder that save_pretrained, or a command such as coca train, wrote"
+        raise UserError(
+            f"{name}: not a model folder, it has no config.json; {next(hints, otherwise)}"
+        )
 
 
 def _cached_commit(repository: str, revision: str) -> str:
@@ -243,6 +273,18 @@ def check_writable(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not os.access(path.parent, os.W_OK):
         raise UserError(f"{path.parent} is not writable; choose another file")
+
+
+@contextmanager
+def no_empty_folders(path: Path) -> Iterator[None]:
+    """After the block, remove the folders of a file that were made in it and are empty."""
+    new = [folder for folder in path.parents if not folder.exists()]
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # one that has content
+            for folder in new:
+                folder.rmdir()
 
 
 def check_output(path: Path, what: str, is_one: Callable[[str], bool]) -> None:

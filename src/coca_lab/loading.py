@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 from coca_attention.errors import UserError
 from coca_attention.models.conversion import name_separate_head
 from coca_attention.models.fused import use_fused_attention
-from coca_lab.files import Place, find_model
+from coca_lab.files import Place, check_model_folder, find_model
 from coca_lab.weights import (
     MODELOPT,
     check_are_numbers,
@@ -37,13 +37,6 @@ from coca_lab.weights import (
 
 log = logging.getLogger(__name__)
 
-INSTEAD = {
-    "recipe.yaml": "its training has not finished: run coca train again with the same recipe",
-    "adapter_config.json": "it is an adapter: merge it into its model, and save that",
-    "*.gguf": "write {} as one first, see docs/troubleshooting.md",
-    "checkpoint-*": "it has checkpoints, such as {}: name one of them",
-}
-"""What to do with folders that are no model's, by a file in them."""
 READING = "transformers.modeling_utils"
 """Transformers' logger of what it finds in weight files, which is told here in one line."""
 
@@ -248,14 +241,8 @@ def _check_token(embeddings: Any, tokenizer: PreTrainedTokenizerBase, largest: i
 def _naming(path: str) -> Iterator[Place]:
     """Find a model, check its folder, and turn errors in loading from it into UserErrors."""
     place = find_model(path)
-    folder = Path(place.path)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        hints = (
-            f"; {what.format(found[0].name)}"
-            for pattern, what in INSTEAD.items()
-            if (found := sorted(folder.glob(pattern)))
-        )
-        raise UserError(f"{path}: not a model folder, it has no config.json{next(hints, '')}")
+    if Path(place.path).is_dir():
+        check_model_folder(path)
     try:
         yield place
     except SafetensorError as error:

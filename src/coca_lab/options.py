@@ -277,6 +277,10 @@ def _problem(parser: ArgumentParser, error: BaseException, typed: bool = False) 
         said += did_you_mean(got, re.findall(r"'([^']*)'", said))
     elif "valid integer" in said and re.search(r"\d[;:/ ]+\d", said):
         said += ": separate numbers by commas, as in 64,128"
+    elif "valid integer" in said and re.search(r"\d+[kKmM]$", said):
+        said += ": write a whole number, such as 12288"
+    elif given := re.fullmatch(r"expected dict, got (\w+)[=:] ?(\S+)", said):
+        said += f": write '{{{given[1]}: {given[2]}}}'"
     if typed:
         name = option_of(name) if name else ""
         said += f" (see {parser.prog} --help)"

@@ -102,8 +102,7 @@ class Store:
         except sqlite3.OperationalError as error:
             if "locked" in str(error):
                 raise UserError(
-                    f"{self.path} is in use by another process: wait until it ends, or choose "
-                    "another --output"
+                    f"{self.path} is in use by another process: wait until it ends"
                 ) from error
             if "column" in str(error):  # of something else
                 raise self._damaged(error) from error

@@ -197,7 +197,7 @@ CASES = {
     "tokenizer of a run": (resumed(tokenizer__tokenizer_json=b"{"), "no tokenizer could be loaded"),
     # Models.
     "file": (perplexity(make=lambda p: p.file("x")), "there is no such folder"),
-    "relative path": (generate(make=lambda p: "./x"), "Repo id must"),
+    "relative path": (generate(make=lambda p: "./x"), "./x: there is no such folder; check"),
     "name": (generate(make=lambda p: "org/nowhere"), "there is no such folder here"),
     "no name": (perplexity(make=lambda p: ""), "no config.json"),
     "weights": (damaged(model_safetensors=b""), "damaged"),
@@ -257,8 +257,8 @@ CASES = {
                             "is there and no result file"),
     "command of before": (lambda p: ["analyze", p.model], "coca analyze: angles of queries and"),
     # Of two mistakes, the one that is told is the one that was looked for first.
-    "target": (lambda p: ["extend", p.new(), "/proc/x"], "/proc/x cannot be written"),
-    "target of an export": (lambda p: ["export", p.new(), "/proc/x"], "/proc/x cannot be written"),
+    "target": (lambda p: ["extend", p.model, "/proc/x"], "/proc/x cannot be written"),
+    "target of an export": (lambda p: ["export", p.model, "/proc/x"], "/proc/x cannot be written"),
     "form to convert to": (convert("--form", "stric", make=lambda p: p.copy(
         "llama-rope", model_safetensors=b"")), "coca: error: --form must be"),
     "free pairs": (convert("--free-pairs", "99"), "coca_free_pairs must be a whole number"),
@@ -277,6 +277,14 @@ def test_one_line_and_exit_code_2(place, capfd, name):
     assert "Traceback" not in said and "unexpected" not in last.replace("unexpected keyword", "")
     assert (place.run / "training.json").read_bytes() == results
     assert not [*(place.folder / "runs").rglob("*.sqlite")]
+
+
+def test_a_refused_evaluation_leaves_no_folder(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.txt").write_text("short")
+    assert main(["eval", "perplexity", str(place.model), "--source", "short.txt"]) == 2
+    assert "(--skip-short)" in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["short.txt"]
 
 
 def test_results_of_another_measurement_are_kept(place, capsys):

@@ -112,7 +112,6 @@ def test_context_is_folded_into_global_scores():
         ),
         (lambda: convert(vanilla("Llama"), roles=Roles("lg")), "strict|slack"),
         (lambda: convert(vanilla("Llama"), "rope"), "local and global layers"),
-        (lambda: vanilla("Llama"), "local and global layers"),
     ],
 )
 def test_others_are_refused(model, reason):
@@ -207,6 +206,7 @@ def rotated_in_part():
 @pytest.mark.parametrize(
     ("model", "options", "reason"),
     [
+        (lambda: vanilla("Llama"), [], "a plain LlamaForCausalLM needs no export: engines"),
         (scaled_linearly, [], "linear scaling in local layers"),
         (rotated_in_part, [], "partial rotary embedding"),
         (lambda: roles(hidden_act="gelu"), ["--gguf"], "hidden_act 'gelu'"),

@@ -197,7 +197,7 @@ def test_string_is_shifted_with_a_factor_on_cos_and_sin(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"to": 125}, "at most 2 L - w = 124 tokens"),
+        ({"to": 125}, r"at most 124 tokens here \(2 L - w\), got 125: choose leaky"),
         (
             {"to": 96, "near": 35},
             "`near`, in tokens from T - L .* between 36 and 64",
@@ -241,15 +241,24 @@ def test_a_model_is_extended_for_a_while(method):
             "Llama",
             {},
             {"method": "yarm"},
-            "`method` must be one of none, limited, .* did you mean yarn",
+            "`method` must be one of limited, yarn, [^']*longrope, got 'yarm'; did you mean yarn",
         ),
+        ("Llama", {}, {"method": "non"}, "must be one of limited, .*, longrope, got 'non'$"),
+        ("Llama", {}, {"method": "auto"}, "the default; coca extend --check TEXT measures which"),
         (
             "Llama",
             {},
             {"method": "yarn", "near": 8},
             "near is for method limited and self_extend and shifted and string: leave it out",
         ),
-        ("Llama", {}, {"to": 64}, "the tokens to read, must be a whole number from 65"),
+        (
+            "Llama",
+            {},
+            {"to": 64},
+            "the tokens to read, must be a whole number from 65, got 64: L, the training length, "
+            r"is 64 \(max_position_embeddings; `length` sets another\)$",
+        ),
+        ("Llama", {}, {"to": 9, "length": 9}, "L, the training length, is 9$"),
         ("Llama", {"rope_parameters": YARN}, {"method": "ntk"}, "replace the yarn scaling"),
         ("Phi-3", {}, {"method": "yarn"}, "phi3 cannot be saved with yarn"),
         ("Llama", {}, {"method": "limited", "near": 65}, "between 1 and 64, got 65"),
@@ -285,6 +294,10 @@ def test_what_is_no_loaded_model_is_refused(given):
     for take in takers:
         with pytest.raises(UserError, match=r"expected a loaded model, got .*: load it first"):
             take(given)
+    for other, name in ((torch.nn.Linear(3, 3), "Linear"), (torch.nn.Linear, "Linear")):
+        for take in takers:
+            with pytest.raises(UserError, match=f"^expected a Transformers model, got {name}$"):
+                take(other)
 
 
 def test_every_name_has_a_row_and_every_row_a_name():

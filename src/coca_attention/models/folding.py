@@ -29,7 +29,7 @@ def position_free_queries(model: PreTrainedModel) -> list[nn.Module]:
     kinds = layer_types(config)
     if not any(free):
         raise UserError(
-            f"a temperature is folded into layers without positions that see the whole text, and a "
+            f"a temperature is for layers without positions that see the whole text, and a "
             f"model of type {config.model_type!r} has none"
         )
     if rope_parameters(config).get("temperature") is not None or getattr(

@@ -9,7 +9,7 @@ pairs turn (frequencies, with a magnitude), or weights. To add one, write its ro
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
@@ -24,8 +24,8 @@ from coca_attention.models.configuration import (
     check_is_computed,
     head_width,
     layer_types,
+    made_for,
     rope_parameters,
-    training_length,
     without_positions,
 )
 from coca_attention.models.conversion import convert, forget_gguf
@@ -81,7 +81,8 @@ class Method:
         reach: T / L by default.
         shorter: Whether T may be L or less.
         folder: Whether a model can be saved with it.
-        compared: Whether ``coca extend --check`` measures it if no method is named.
+        left_out: Why ``coca extend --check`` measures it only where it is named; empty: it always
+            does.
     """
 
     name: MethodName
@@ -95,7 +96,12 @@ class Method:
     reach: float = 2.0
     shorter: bool = False
     folder: bool = True
-    compared: bool = False
+    left_out: str = ""
+
+    @property
+    def compared(self) -> bool:
+        """Whether ``coca extend --check`` measures it where no method is named."""
+        return self.folder and not self.left_out
 
 
 def limited(asked: Asked, near: int | None = None) -> dict[str, Any]:
@@ -135,8 +141,8 @@ def shifted(asked: Asked, near: int | None = None, first: int | None = None) -> 
     smallest = max(to - length + first, first + 1)
     if smallest > length:
         raise UserError(
-            f"this method reads at most 2 L - w = {2 * length - first:,} tokens at distances "
-            f"that were trained, got {to:,}: choose leaky or limited for longer texts"
+            f"this method reads at most {2 * length - first:,} tokens here (2 L - w), got {to:,}: "
+            "choose leaky or limited for longer texts"
         )
     if near is None:
         near = (to + first) // 2 if to > length else max(smallest, length // 3)
@@ -203,7 +209,6 @@ ROWS = (
         engines=PACKAGE,
         parameters=limited,
         options=("near",),
-        compared=True,
     ),
     Method(  # slow pairs divided by T / L, fast ones kept
         "yarn",
@@ -211,7 +216,6 @@ ROWS = (
         changes="frequencies",
         parameters=rule_of_transformers("yarn"),
         options=YARN,
-        compared=True,
     ),
     Method(  # ntk with the base of the text so far; vLLM reads its name as another function
         "dynamic",
@@ -220,14 +224,12 @@ ROWS = (
         within="exact",
         engines=STOCK[:1],
         parameters=rule_of_transformers("dynamic", names_length=False),
-        compared=True,
     ),
     Method(
         "ntk",
         source="NTK-aware scaling: bloc97, 2023, reddit.com/r/LocalLLaMA",
         changes="frequencies",
         parameters=ntk,
-        compared=True,
     ),
     Method(
         "leaky",
@@ -236,7 +238,6 @@ ROWS = (
         needs=f"{LIMITABLE} whose frequencies do not depend on the text",
         engines=PACKAGE,
         parameters=leaky,
-        compared=True,
     ),
     Method(
         "self_extend",
@@ -246,6 +247,7 @@ ROWS = (
         engines=PACKAGE,
         parameters=self_extend,
         options=("near",),
+        left_out="leaky with rounded distances",
     ),
     Method(
         "shifted",
@@ -257,7 +259,6 @@ ROWS = (
         options=("near", "first"),
         reach=1.5,
         shorter=True,
-        compared=True,
     ),
     Method(
         "string",
@@ -268,6 +269,7 @@ ROWS = (
         options=("near", "first"),
         reach=1.5,
         shorter=True,
+        left_out="shifted with a factor",
     ),
     Method(  # ln(T + 1) / ln(L + 1) in the queries of layers without positions
         "temperature",
@@ -276,7 +278,6 @@ ROWS = (
         needs="layers without positions that see the whole text; YaRN is for rotary ones that do",
         parameters=rule_of_transformers("yarn"),
         options=YARN,
-        compared=True,
     ),
     Method(
         "ntk_text",
@@ -292,6 +293,7 @@ ROWS = (
         source="position interpolation: kaiokendev, and Chen et al., 2023, arXiv 2306.15595",
         changes="frequencies",
         parameters=rule_of_transformers("linear", names_length=False),
+        left_out="stretches fast pairs as well, unlike yarn",
     ),
     Method(  # the ramp of Llama 3.1
         "llama3",
@@ -299,6 +301,7 @@ ROWS = (
         changes="frequencies",
         parameters=rule_of_transformers("llama3"),
         options=("low_freq_factor", "high_freq_factor"),
+        left_out="yarn with another ramp",
     ),
     Method(  # a divisor for every pair, other ones beyond L
         "longrope",
@@ -307,6 +310,7 @@ ROWS = (
         needs=f"{ROTARY}, and divisors that were found for it",
         parameters=rule_of_transformers("longrope"),
         options=("short_factor", "long_factor", "attention_factor"),
+        left_out="needs divisors",
     ),
 )
 """Not had: dual chunk attention (An et al., 2024, arXiv 2402.17463), whose three queries meet one
@@ -369,10 +373,19 @@ def extend_context(
         (4.0, 512)
     """
     check_is_loaded(model)
-    row = None if method is None else method_named(method)
-    if row is not None and not row.folder:
-        why = "changes nothing" if row.changes == "nothing" else "depends on the text that is read"
-        raise UserError(f"method {method} {why}: no model is saved with it")
+    row = None
+    if method is not None:
+        saved = [each.name for each in METHODS.values() if each.folder]
+        if method == "auto":
+            raise UserError(
+                f"`method` must be one of {', '.join(saved)}, got 'auto': leave it out (None) for "
+                "the default; coca extend --check TEXT measures which is best"
+            )
+        row = method_named(method, saved)
+        if not row.folder:
+            nothing = row.changes == "nothing"
+            why = "changes nothing" if nothing else "depends on the text that is read"
+            raise UserError(f"method {method} {why}: no model is saved with it")
     length, to = extended_lengths(model.config, to, length, row)
     row = row or METHODS[recommended(length, to)]
     restore = _snapshot(model)
@@ -435,31 +448,39 @@ def recommended(length: int, to: int) -> MethodName:
     return "yarn" if to <= 2 * length else "limited"
 
 
-def method_named(method: str) -> Method:
-    """The row of a name; UserError with what is near if there is none."""
+def method_named(method: str, offered: Collection[str] = METHODS.keys()) -> Method:
+    """The row of a name; UserError with those on offer, and which of them is near, if none."""
     if not isinstance(method, str) or method not in METHODS:
-        hint = did_you_mean(str(method), METHODS)
-        raise UserError(f"`method` must be one of {', '.join(METHODS)}, got {method!r}{hint}")
+        hint = did_you_mean(str(method), offered)
+        raise UserError(f"`method` must be one of {', '.join(offered)}, got {method!r}{hint}")
     return METHODS[method]
 
 
 def extended_lengths(
     config: PreTrainedConfig, to: int | None, length: int | None, method: Method | None = None
 ) -> tuple[int, int]:
-    """L and T with their defaults; UserError if the configuration does not say L, or out of range.
+    """L and T with their defaults, which are those of a method; without one T is 2 L.
 
-    The defaults are those of a method; without one T is 2 L.
+    Raises:
+        UserError: If the configuration does not say L, they are out of range, or the model was
+            extended before.
     """
     check_is_computed(config)
+    _check_original(config.get_text_config())
+    source = ""
     if length is None:
-        length = training_length(config.get_text_config())
+        length, why = made_for(config.get_text_config())
         if length is None:
             raise UserError(f"{config.model_type} does not say how long its training texts were")
+        source = f" ({why}; `length` sets another)"
     check_whole("`length`, the tokens that the model was made for,", length, error=UserError)
     shorter = method is not None and method.shorter
     if to is None:
         to = round((method.reach if method else 2.0) * length)
-    check_whole("`to`, the tokens to read,", to, 1 if shorter else length + 1, error=UserError)
+    try:
+        check_whole("`to`, the tokens to read,", to, 1 if shorter else length + 1, error=UserError)
+    except UserError as error:
+        raise UserError(f"{error}: L, the training length, is {length:,}{source}") from error
     return length, to
 
 
@@ -512,7 +533,6 @@ def _apply(
     """Change a model by a method; UserError if that cannot be done."""
     _check_options(method, options)
     config: PreTrainedConfig = model.config.get_text_config()
-    _check_original(config)
     rope = rope_parameters(config)
     if method.changes != "weights" and not getattr(config, "rope_parameters", None):
         raise UserError(

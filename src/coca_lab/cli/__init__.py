@@ -25,6 +25,7 @@ Command = Callable[..., None]
 
 COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "start here": {
+        "extend": ("models", "Let a model read longer texts, without training."),
         "study": ("evaluation", "Train or load several models, evaluate them, and draw a page."),
         "recipes": ("recipes", "List the project's recipes and studies, or print one."),
     },
@@ -34,8 +35,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "evaluate": {
         "eval": ("evaluation", "Evaluate a model on one task; coca study does so for many."),
     },
-    "extend, convert and serve": {
-        "extend": ("models", "Let a model read longer texts, without training."),
+    "convert and serve": {
         "convert": ("models", "Turn a vanilla model's folder into the CoCA model of its family."),
         "export": ("models", "Write a model with layers with roles for vLLM, SGLang or llama.cpp."),
         "generate": ("generate", "Continue a prompt with a causal language model."),
@@ -191,12 +191,14 @@ def choose(program: str, words: list[str], groups: Mapping[str, Mapping[str, str
             f"{program} has no command {words[0]!r}"
             + did_you_mean(words[0], known, f"; choose one of {', '.join(known)}")
         )
-    print(f"usage: {program} COMMAND [--help] [--debug]")
+    version = " | --version" if program == "coca" else ""
+    print(f"usage: {program} COMMAND [--help] [--debug]{version}")
     for group, table in groups.items():
         print(f"\n{group}:")
         for name, line in table.items():
             print(f"  {name:<12} {line}")
-    print("\nCOMMAND --help explains its options; --debug shows tracebacks.")
+    called = program.replace("coca", "coca help", 1)
+    print(f"\n{called} COMMAND lists its options, as -h does; --debug shows tracebacks.")
     return None
 
 

@@ -10,7 +10,7 @@ from coca_lab.engine import Engine
 from coca_lab.evaluation import TASKS, Task
 from coca_lab.evaluation.plan import write_cells
 from coca_lab.evaluation.task import Cell
-from coca_lab.files import check_results
+from coca_lab.files import check_results, no_empty_folders
 from coca_lab.report import printed_tables, read_results
 from coca_lab.settings.commands import EndpointSettings
 from coca_lab.settings.studies import ModelsMethod, Plan
@@ -39,7 +39,6 @@ def run_task(
         method = ModelsMethod(loading.method, loading.factor, loading.options)
         file = f"{plain}-{loading.method}-{task.name}.json"
     output = Path(loading.output or Path("runs", "eval", file))
-    check_results(output)
     plan = Plan(
         [method],
         dtype=loading.dtype,
@@ -48,11 +47,13 @@ def run_task(
         requests=at.requests,
         timeout=at.timeout,
     )
-    with Store(output.with_suffix(".values.sqlite")) as store, ProgressBar() as progress:
-        engine = Engine(store, progress)
-        cells = write_cells(plan, {name: path}, task, settings, engine, output)
-        if at.endpoint:  # which may serve another model next time
-            store.forget(engine.used)
+    with no_empty_folders(output):  # of a measurement that is refused
+        check_results(output)
+        with Store(output.with_suffix(".values.sqlite")) as store, ProgressBar() as progress:
+            engine = Engine(store, progress)
+            cells = write_cells(plan, {name: path}, task, settings, engine, output)
+            if at.endpoint:  # which may serve another model next time
+                store.forget(engine.used)
     _print_results(cells, output)
 
 

@@ -1,6 +1,8 @@
 """Commands that turn models into others: extend, convert and export."""
 
 import logging
+import re
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,9 @@ from coca_attention.models.conversion import Conversion
 from coca_attention.models.methods import METHODS, extend_context, extended_lengths, recommended
 from coca_lab.cli.console import ProgressBar, markdown_table, print_table
 from coca_lab.engine import Engine
-from coca_lab.evaluation.check import check_methods, engines_of
+from coca_lab.evaluation.check import check_of_cells, engines_of, measurements_of_check
 from coca_lab.evaluation.choice import RULE
-from coca_lab.evaluation.task import free_weights, open_model
+from coca_lab.evaluation.task import finish, free_weights, open_model
 from coca_lab.export import export_native
 from coca_lab.files import cache_folder
 from coca_lab.fingerprints import fingerprint
@@ -70,13 +72,13 @@ def _print_training_length(config: PreTrainedConfig, given: int | None) -> None:
 def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckSettings) -> None:
     """Let a model read longer texts, without training, by the method that its text shows best."""
     new_folder(path, target)
+    holders = ", ".join(each.name for each in METHODS.values() if "near" in each.options)
     if wanted.near and wanted.method != "auto" and "near" not in METHODS[wanted.method].options:
-        raise UserError(f"method {wanted.method} has no --near")
+        raise UserError(f"method {wanted.method} has no --near, which is for {holders}")
     if wanted.options and wanted.method == "auto":
         raise UserError("--options are those of one method: name it by --method")
     if wanted.near and wanted.method == "auto" and not check.check:
-        holders = [each.name for each in METHODS.values() if "near" in each.options]
-        raise UserError(f"--near is for some methods: name one by --method ({', '.join(holders)})")
+        raise UserError(f"--near is for some methods: name one by --method ({holders})")
     if not check.check and check != CheckSettings():
         raise UserError(
             "what is measured, and on what, is said beside --check TEXT, which is missing"
@@ -142,7 +144,7 @@ def _compare(
 ) -> tuple[MethodSettings, str]:
     """Measure the methods that are possible: the one to take, and why as Markdown."""
     methods = list[MethodSettings]()
-    refused = list[str]()
+    refused = dict[str, str]()
     tried: list[MethodName] = [each.name for each in METHODS.values() if each.compared]
     if wanted.method != "auto":
         tried = [wanted.method]
@@ -151,27 +153,29 @@ def _compare(
         try:
             extend_context(deepcopy(plain), method, to=to, length=length, **options)
         except UserError as error:
-            refused.append(f"{method}: {error}")
-            # Few models have layers without positions, and nobody misses what is for them.
-            level = logging.INFO if METHODS[method].changes == "weights" else logging.WARNING
-            log.log(level, "%s is left out: %s", method, error)
+            refused[method] = str(error)
         else:
             methods.append(MethodSettings(method, to / length, options, wanted.length))
     if not methods:
-        raise UserError(f"no method can extend {path}: {'; '.join(refused)}")
+        each = "; ".join(f"{method}: {why}" for method, why in refused.items())
+        raise UserError(f"no method can extend {path}: {each}")
+    if wanted.method == "auto":
+        _print_left_out(refused)
     model = open_model(path, dtype=wanted.dtype)
-    values = cache_folder() / "extend" / f"{fingerprint(model.identity)[:24]}.sqlite"
+    # Before the store is opened, the text is read, which may be refused.
+    measurements = measurements_of_check(model, methods, check, length=length, to=to)
+    # One process writes a store; checks on other texts have theirs.
+    text = str(Path(check.check).resolve()) if Path(check.check).exists() else check.check
+    about = [model.identity, text]
+    values = cache_folder() / "extend" / f"{fingerprint(about)[:24]}.sqlite"
     try:
         with Store(values) as store, ProgressBar() as progress:
-            found = check_methods(
-                model, methods, check, Engine(store, progress), length=length, to=to
-            )
+            cells = finish(measurements, Engine(store, progress))
     finally:
         free_weights()
+    found = check_of_cells(model, methods, check, cells, length=length)
     choice = found.choice
-    print(choice.reason)
-    for warning in choice.warnings:
-        log.warning("%s", warning)
+    print(" ".join([choice.reason, *choice.warnings]))
     tables = [found.table(), *printed_tables(found.cells)]
     if found.taken is not None:
         print_table(*found.table())
@@ -186,6 +190,17 @@ def _compare(
         )
     said = " ".join([choice.reason, *choice.warnings, RULE])
     return found.taken, "\n\n".join([said, *(markdown_table(*table) for table in tables)])
+
+
+def _print_left_out(refused: Mapping[str, str]) -> None:
+    """Say which methods are not measured, from the errors of those that are not possible here."""
+    reasons = dict[str, str]()
+    for method, error in refused.items():
+        # "method yarn would replace ...: choose limited" is short without its name and its advice.
+        short = re.sub(rf"^(this method|method {method}|a {method} is) ", "", error)
+        reasons[method] = short.partition(": ")[0].partition(", ")[0]
+    reasons |= {row.name: row.left_out for row in METHODS.values() if row.left_out}
+    print(f"Not measured: {', '.join(f'{method} ({why})' for method, why in reasons.items())}")
 
 
 def export_command(path: str, target: str, wanted: ExportSettings) -> None:

@@ -27,6 +27,7 @@ from coca_lab.settings.commands import (
 )
 from coca_lab.settings.evaluations import TASK_OPTIONS
 from coca_lab.settings.studies import StudySettings
+from coca_lab.yaml_files import find_file
 
 POSITIONALS = {
     "folder": "Folder of a Transformers model, or its NAME or NAME@REVISION on the Hub; with "
@@ -132,8 +133,28 @@ def parse(name: str, summary: str, words: list[str]) -> list[Any]:
             "a model's context without training use coca extend MODEL TARGET"
         )
     options = _options(name)
-    positionals = [given.get(each.rstrip("?+")) for each in options.positionals]
-    return [*positionals, *(build(each, given) for each in options.settings)]
+    words_given = {each: given.get(each.rstrip("?+")) for each in options.positionals}
+    _check_paths(words_given, given.get("from_original", False))
+    return [*words_given.values(), *(build(each, given) for each in options.settings)]
+
+
+def _check_paths(given: dict[str, Any], from_original: bool) -> None:
+    """Raise UserError for paths that the command would refuse after seconds of importing torch."""
+    from coca_lab.files import check_may_be_model, check_model_folder, check_new  # the Hub's client
+
+    for name, path in given.items():
+        if path is None:  # info describes this machine
+            continue
+        if name == "folder" or (name == "model" and from_original):
+            check_may_be_model(path)  # it may have a tokenizer alone, or another format
+        elif name.startswith("model"):
+            check_model_folder(path)
+        elif name == "target" and not Path.cwd().is_relative_to(Path(path).resolve()):
+            check_new(Path(path).resolve())
+        elif name == "results+":
+            for each in path:
+                if not Path(each).exists():
+                    raise UserError(f"{each}: cannot be read: there is no such file or folder")
 
 
 def command_parser(name: str, summary: str, short: bool = False) -> ArgumentParser:
@@ -196,6 +217,7 @@ def _parse_file(
         read_options(parser, words)
     if not words or words[0].startswith("-"):
         raise UserError(f"the {file.kind} comes first: {file.usage}")
+    find_file(words[0], file.kind)  # refused before torch is imported
     others = PlainParser(parser.prog, add_help=False, allow_abbrev=False, exit_on_error=False)
     for option, each in file.others.items():
         others.add_argument(option, **each)

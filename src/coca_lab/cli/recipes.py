@@ -28,7 +28,7 @@ def recipes_command(name: str | None) -> None:
                 print(line + textwrap.shorten(purpose(path), width - len(line), placeholder=" …"))
         print("\ncoca recipes NAME prints one, with what it needs.")
         return
-    kind, _, rest = name.rpartition("/")
+    kind, _, rest = name.removesuffix(".yaml").rpartition("/")
     for each, folder in FILE_KINDS.items():
         if kind in ("", folder) and rest in shipped(each):
             print(shipped(each)[rest].read_text(encoding="utf-8"), end="")

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 from coca_attention.errors import UserError
 from coca_attention.models import METHODS
-from coca_lab.engine import Engine
+from coca_attention.models.methods import PACKAGE, STOCK
 from coca_lab.evaluation.choice import Choice, Read
 from coca_lab.evaluation.needles import NEEDLES_TASK, scores_of
 from coca_lab.evaluation.perplexity import PERPLEXITY_TASK
-from coca_lab.evaluation.task import Cell, Model, finish
+from coca_lab.evaluation.task import Cell, Measurement, Model
 from coca_lab.intervals import DocumentScore, mean_nats
 from coca_lab.settings.commands import CheckSettings
 from coca_lab.settings.evaluations import NeedleSettings, PerplexitySettings
@@ -53,28 +53,34 @@ class Check:
             word = ""
             if each is not self.choice.base:
                 word = each.word(self.choice.base, self.choice.margins)
-            rows.append(
-                [each.method + chosen, word, f"{mean_nats(each.far):.2f}", ", ".join(each.engines)]
-            )
-        return ["method", "within L", "nats a digit beyond L", "runs in"], rows
+            rows.append([each.method + chosen, word, f"{mean_nats(each.far):.2f}", _short(each)])
+        return ["method", "within L", "beyond L", "runs in"], rows
 
 
-def check_methods(
+def _short(read: Read) -> str:
+    """The engines of a reading in few letters, for a table in 80 columns."""
+    if read.engines == PACKAGE:
+        return "this package"
+    missing = [name for name in STOCK if name not in read.engines]
+    if len(missing) > 1:
+        return ", ".join(read.engines)
+    return f"all but {missing[0]}" if missing else "all engines"
+
+
+def measurements_of_check(
     model: Model,
     methods: Sequence[MethodSettings],
     settings: CheckSettings,
-    engine: Engine,
     *,
     length: int,
     to: int,
-) -> Check:
-    """Measure a model as it is and with every method.
+) -> list[Measurement]:
+    """What is to be measured of a model as it is and with every method; the text is read.
 
     Args:
         model: The model.
         methods: Those to compare.
         settings: The text, and what is measured on it.
-        engine: What computes, and keeps the values.
         length: L, in tokens.
         to: The longest text to read, in tokens.
 
@@ -107,14 +113,24 @@ def check_methods(
             ),
         ),
     ]
-    base = MethodSettings()
-    measurements = [
+    return [
         measurement
-        for method in (base, *methods)
+        for method in (MethodSettings(), *methods)
         for task, task_settings in tasks
         for measurement in task.measurements(model, task_settings, method)
     ]
-    cells = finish(measurements, engine)
+
+
+def check_of_cells(
+    model: Model,
+    methods: Sequence[MethodSettings],
+    settings: CheckSettings,
+    cells: list[Cell],
+    *,
+    length: int,
+) -> Check:
+    """The decision, from the cells of `measurements_of_check`."""
+    base = MethodSettings()
     quantised = quantised_by(model.path, model.module.config) if model.path else None
     first, *others = (_read(cells, method, length, quantised) for method in (base, *methods))
     return Check(

@@ -47,9 +47,10 @@ class Loss:
     def __str__(self) -> str:
         if self.word != "cannot tell":
             return self.word
-        more = f", about {self.needed:,} are needed" if self.needed else ""
+        if self.needed:
+            return f"cannot tell, needs about {self.needed:,} documents"
         plural = "" if self.documents == 1 else "s"
-        return f"cannot tell with {self.documents} document{plural}{more}"
+        return f"cannot tell with {self.documents} document{plural}"
 
 
 def loss_of(scores: Sequence[DocumentScore], base: Sequence[DocumentScore], margin: float) -> Loss:
@@ -248,5 +249,5 @@ class Choice:
             )
         taken = self.taken
         if taken is not None and not mean_nats(taken.far) < mean_nats(self.base.far):
-            said.append("Beyond L it is no better than the model as it is.")
+            said.append(f"Beyond L {taken.method} is no better than the model as it is.")
         return said

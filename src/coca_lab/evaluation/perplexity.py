@@ -48,7 +48,7 @@ def load_text(
             chosen.append(TokenDocument(document.id, torch.tensor(ids[: settings.max_tokens])))
             if len(chosen) == settings.max_documents:
                 break
-        elif settings.skip_short:
+        elif settings.skip_short or settings.source == "stdlib":  # few of its files are long
             short += 1
             longest = max(longest, len(ids[: settings.max_tokens]))
         else:

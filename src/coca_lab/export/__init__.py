@@ -97,6 +97,11 @@ def as_native(model: PreTrainedModel) -> Native:
 
 def _check_supported(model: PreTrainedModel) -> None:
     config: PreTrainedConfig = model.config
+    if not type(config).__module__.startswith("coca_attention"):
+        raise UserError(
+            f"a plain {type(model).__name__} needs no export: engines that know this class of "
+            "Transformers read its folder as it is"
+        )
     if not isinstance(model, CoCALlamaForCausalLM) or set(layer_types(config)) != {LOCAL, GLOBAL}:
         raise UserError(
             f"only a GraniteSWA, a Cohere2, or a Llama with local and global layers (model.layers: "

@@ -52,7 +52,8 @@ class TextSettings(SourceSettings):
     max_tokens: PositiveInt | None = None
     """Truncate every document to this many tokens."""
     skip_short: bool = False
-    """Skip documents shorter than the largest window instead of reporting an error."""
+    """Skip documents shorter than the largest window instead of reporting an error; those of stdlib
+    always are."""
 
 
 def check_text(settings: TextSettings, at_least: int) -> None:

@@ -27,6 +27,9 @@ def test_the_overview_lists_every_command_in_groups(capsys):
     for name, options in TASK_OPTIONS.items():
         assert f"  {name:<12} {options.summary}\n" in shown
     assert run(capsys, "--version")[1].startswith("coca 0.")
+    assert "--version\n" in out and "\ncoca help COMMAND lists" in out
+    assert "--version" not in shown and "\ncoca help eval COMMAND lists" in shown
+    assert next(iter(COMMANDS["start here"])) == "extend"  # as README does
 
 
 @pytest.mark.parametrize("words", [[], ["extend"], ["eval"], ["eval", "perplexity"]])
@@ -55,6 +58,40 @@ print([name for name in {slow} if name in sys.modules])
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert shown.stdout.endswith("[]\n"), shown.stderr
     assert "did you mean --method?" in shown.stderr
+
+
+def test_a_wrong_path_waits_for_no_large_import(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
+    full, empty, model = (str(tmp_path / name) for name in ("full", "empty", "model"))
+    wrong = {
+        "there is no such folder; check": [
+            ["extend", "/nonexist", "x"], ["info", "./nope"], ["serve", "../nope"],
+            ["convert", "~/no/pe", "x", "--form", "strict"], ["eval", "passkey", "a/b/c"],
+            ["convert", "/nope", "x", "--from-original"], ["generate", "/nope", "a"],
+        ],
+        "it has no config.json; name the folder that save_pretrained": [
+            ["extend", full, "x"], ["export", full, "x"], ["eval", "perplexity", empty],
+        ],
+        "is a file or has content": [["extend", model, full], ["export", model, full]],
+        "cannot be read: there is no such file": [["report", "/nope.json"]],
+        "nope: no such study": [["study", "nope"]],
+        "nope: no such recipe": [["train", "nope"]],
+    }  # fmt: skip
+    words = [each for several in wrong.values() for each in several]
+    program = f"""
+import sys
+from coca_lab.cli import main
+print([main(words) for words in {words}])
+print([name for name in ("torch", "transformers") if name in sys.modules])
+"""
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert shown.stdout == f"{[2] * len(words)}\n[]\n", shown.stderr
+    for message, several in wrong.items():
+        assert shown.stderr.count(message) == len(several), shown.stderr
 
 
 def test_without_the_extra_one_line_says_what_to_install():
@@ -103,7 +140,7 @@ def test_help_comes_from_the_fields(capsys, words, options):
         (["convert", "x", "y", "--form", "rope", "--free-pairs", "3"], "leave out --free-pairs"),
         (["convert", "x", "y", "--form", "strict", "--roles.window", "1"], "--roles.window must"),
         (["generate", "x", "y", "--top-p", "0.5"], "--top-p and --top-k are for draws"),
-        (["summon"], "no command 'summon'; choose one of study"),
+        (["summon"], "no command 'summon'; choose one of extend"),
         (["eval", "vibes"], "coca eval has no command 'vibes'; choose one of perplexity"),
         (["train", "--output", "x"], "the recipe comes first"),
         (["train", "books-5m", "--model.bdy", "llama"], "--model.bdy; did you mean --model.body?"),
@@ -132,7 +169,9 @@ def test_help_comes_from_the_fields(capsys, words, options):
         (["eval", "perplexity", "x", "--windows", "8", "--stride", "9"], "error: --stride must be"),
         (["eval", "perplexity", "nowhere"], "nowhere: there is no such folder here"),
         (["report"], "arguments are required: results"),
-        (["report", "nowhere.json"], "nowhere.json: cannot be read"),
+        (["report", "nowhere.json"], "nowhere.json: cannot be read: there is no such file"),
+        (["extend", "x", "y", "--options", "beta_fast=64"], "write '{beta_fast: 64}' (see coca ex"),
+        (["extend", "x", "y", "--to", "12k"], "got 12k: write a whole number, such as 12288 (see"),
     ],
 )
 def test_errors_are_one_line_and_exit_code_2(capsys, words, message):
@@ -140,6 +179,13 @@ def test_errors_are_one_line_and_exit_code_2(capsys, words, message):
     assert (code, out) == (2, "")
     assert err.startswith("coca: error: ") and err.count("\n") == 1
     assert message in err and "base-books-5m" not in err and "<class" not in err
+
+
+def test_a_recipe_is_printed_by_the_name_of_its_file_too(capsys):
+    shown = run(capsys, "recipes", "native-1m")
+    assert shown[0] == 0 and "model:" in shown[1]
+    for name in ("native-1m.yaml", "recipes/native-1m.yaml", "recipes/native-1m"):
+        assert run(capsys, "recipes", name) == shown
 
 
 @pytest.mark.parametrize("command", ["train", "study", "recipes"])

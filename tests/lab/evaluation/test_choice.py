@@ -30,7 +30,7 @@ def test_the_words_are_those_of_the_interval():
     )
     wide = loss_of(scores([3.2, 3.0, 3.1, 2.9]), base, 0.01)
     assert wide.word == "cannot tell" and wide.needed > 100
-    assert str(wide) == f"cannot tell with 4 documents, about {wide.needed:,} are needed"
+    assert str(wide) == f"cannot tell, needs about {wide.needed:,} documents"
     assert str(loss_of(base[:1], base[:1], 0.01)) == "cannot tell with 1 document"
 
 
@@ -125,7 +125,7 @@ def test_a_model_that_finds_nothing_is_said_to_say_nothing():
         "yarn is taken: it shows no loss within L and runs in Transformers, vLLM. No method finds "
         "the numbers beyond L, so nothing can be said"
     )
-    assert choice.warnings[1] == "Beyond L it is no better than the model as it is."
+    assert choice.warnings[1] == "Beyond L yarn is no better than the model as it is."
     # What nobody finds by chance decides nothing: of methods that as many engines run, the first.
     luckier = replace(read("yarn", [2.43, 2.56, 2.62], near=2.4), method="ntk")
     assert Choice(base, [*choice.others, luckier]).taken is choice.others[0]

@@ -10,14 +10,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from coca_attention.models import METHODS as ROWS
 from coca_attention.testing import difference, logits, some_tokens
 from coca_lab.cli import main
+from coca_lab.cli.console import print_table
 from coca_lab.data import Document, train_tokenizer
 from coca_lab.data.ruler import NEEDLE, draw_distinct
 from coca_lab.engine import Engine
 from coca_lab.evaluation import MethodSettings, evaluate, needles, open_model
-from coca_lab.evaluation.check import check_methods
+from coca_lab.evaluation.check import Check, check_of_cells, measurements_of_check
+from coca_lab.evaluation.choice import Choice, Read
 from coca_lab.evaluation.needles import NEEDLES_TASK
+from coca_lab.evaluation.task import finish
+from coca_lab.intervals import DocumentScore
 from coca_lab.settings.commands import CheckSettings
 from coca_lab.settings.evaluations import NeedleSettings
+from coca_lab.store import Store
 from commands import run
 from conftest import some_text
 from families import vanilla
@@ -63,8 +68,15 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, caps
     code, said, err = run(capsys, *extend(source, tmp_path / "target"))
     assert code == 0, err
     assert "Training length: 160 tokens (max_position_embeddings; --length sets another)" in said
-    # Random weights find nothing, which is said.
-    assert "warning: The model finds no numbers within L either" in err
+    # Random weights find nothing, which is said with the decision.
+    assert "nothing can be said about which" in said and "warning" not in err
+    assert " The model finds no numbers within L either" in said
+    # What is not measured, too: T is 300, and layers without positions are those of few models.
+    (left_out,) = re.findall(r"^Not measured: (.*)$", said, re.MULTILINE)
+    assert "temperature (for layers without positions that see the whole text), " in left_out
+    assert "self_extend (leaky with rounded distances), string (" in left_out
+    named = set(re.findall(r"(\w+) \(", left_out))
+    assert named == {name for name, row in ROWS.items() if row.folder} - set(METHODS)
     card = (tmp_path / "target" / "README.md").read_text()
     assert "## Context extension" in card and f"for texts of {TO} tokens; L = 160." in card
     table, _, _ = card[card.index("| method | within L") :].partition("\n\n")
@@ -78,7 +90,9 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, caps
     assert words["limited"] == words["dynamic"] == words[taken] == "no loss shown"
     assert f"{taken} is taken: " in said and f"{taken} is taken: " in card
     # The decision is first, and all tables but the one that decides are in the card alone.
-    decision = next(line for line in said.splitlines() if not line.startswith("Training length"))
+    decision = next(
+        line for line in said.splitlines() if not line.startswith(("Training length", "Not meas"))
+    )
     assert decision.startswith(f"{taken} is taken: ") and decision in card
     for text, shown in (("| perplexity at |", False), ("95 % interval", False), ("within L", True)):
         assert text in card and (text.strip("| ") in said) == shown
@@ -95,7 +109,9 @@ def test_what_is_compared_is_what_the_tasks_measure(source):
         check=str(source.parent / "text"), check_numbers=1, check_documents=2, text_field="text"
     )
     yarn = MethodSettings("yarn", TO / 160)
-    found = check_methods(model, [yarn], settings, Engine(), length=160, to=TO)
+    measurements = measurements_of_check(model, [yarn], settings, length=160, to=TO)
+    cells = finish(measurements, Engine())
+    found = check_of_cells(model, [yarn], settings, cells, length=160)
     (read,) = found.choice.others
     assert read.method == "yarn" and list(read.perplexity) == list(read.near) == [160]
     asked = NeedleSettings(
@@ -228,9 +244,10 @@ def test_limits_of_distances_are_of_a_named_method(source, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--near", 8, "--method", "yarn"], "method yarn has no --near"),
+        (["--near", 8, "--method", "yarn"], "yarn has no --near, which is for limited, self_"),
         (["--near", 8], "name one by --method (limited, self_extend, shifted, string)"),
         (["--to", 100], "error: --to, the tokens to read, must be a whole number from 161"),
+        (["--to", 100], "is 160 (max_position_embeddings; --length sets another)"),
         (["--method", "rope"], "--method: expected one of 'auto', 'limited'"),
         (["--check", "nosuch.txt"], "nosuch.txt"),
         (["--near", 500, "--method", "limited"], "error: --near, in tokens and at most L, must be"),
@@ -253,8 +270,68 @@ def test_a_method_that_is_not_for_a_model_is_left_out(tmp_path, source, capsys):
     words = extend(source, tmp_path / "target", "--check-documents", 1)
     words[1] = str(tmp_path / "model")
     code, said, err = run(capsys, *words)
-    assert code == 0 and err.count("is left out: method") == 3
-    assert "would replace the linear scaling" in err and "limited is taken" in said
+    assert code == 0 and "warning: ntk" not in err and "limited is taken" in said
+    for method in ("yarn", "dynamic", "ntk"):
+        why = "would replace the linear scaling that the model was trained with"
+        assert f"{method} ({why}), " in said
+
+
+def test_shifted_is_left_out_of_texts_that_it_does_not_reach(source, tmp_path, capsys):
+    words = extend(source, tmp_path / "target", "--check-documents", 1, "--check-lengths", 170)
+    words[words.index("--to") + 1] = "400"
+    _, said, err = run(capsys, *words)
+    assert "Not measured: shifted (reads at most 310 tokens here (2 L - w)), temper" in said
+    assert "left out" not in err
+
+
+def test_checks_of_one_model_run_beside_each_other_on_other_texts(
+    source, tmp_path, values, capsys, monkeypatch
+):
+    words = extend(source, tmp_path / "target", "--method", "dynamic")
+    assert main(words) == 0
+    (first,) = values.glob("*.sqlite")
+    (tmp_path / "other").mkdir()
+    for file in (source.parent / "text").iterdir():
+        (tmp_path / "other" / file.name).write_text(file.read_text())
+    words[2] = str(tmp_path / "again")
+    with Store(first):
+        code, _, err = run(capsys, *words)
+        assert code == 2 and err.endswith("is in use by another process: wait until it ends\n")
+        # A text that is refused is so before anything waits.
+        (tmp_path / "short.txt").write_text("short")
+        for text, why in (("short.txt", "no document of at least"), ("no.txt", "no such file")):
+            words[4] = str(tmp_path / text)
+            code, _, err = run(capsys, *words)
+            assert code == 2 and why in err and list(values.glob("*.sqlite")) == [first]
+        words[4] = str(tmp_path / "other")
+        assert main(words) == 0
+    assert len(list(values.glob("*.sqlite"))) == 2
+
+
+def test_an_extended_model_is_refused_before_anything_is_said(source, tmp_path, capsys):
+    run(capsys, "extend", source, tmp_path / "first", "--method", "yarn")
+    for words in ([], ["--to", 200]):
+        code, said, err = run(capsys, "extend", tmp_path / "first", tmp_path / "second", *words)
+        assert (code, said) == (2, "") and "the model was extended by yarn already" in err
+
+
+@pytest.mark.parametrize("needed", [2, 30])
+def test_the_table_of_the_decision_fits_80_columns(needed, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    scores = [DocumentScore(str(index), 2.0 + index * needed / 100, 1) for index in range(10)]
+    base = [DocumentScore(str(index), 2.0, 1) for index in range(10)]
+
+    def read(method, read):
+        return Read(method, ROWS[method].engines, {160: read}, {160: read}, {300: read})
+
+    names = [name for name, row in ROWS.items() if row.compared]
+    choice = Choice(read("none", base), [read(name, scores) for name in names])
+    header, rows = Check([], choice, {}, 160).table()
+    rows[1][0] += " (taken)"
+    print_table(header, rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(rows) and max(map(len, lines)) <= 80
+    assert {"all engines", "Transformers", "this package"} == {row[-1] for row in rows}
 
 
 def test_convert_asks_for_a_form_and_names_extend(source, tmp_path, capsys):

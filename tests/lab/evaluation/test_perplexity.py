@@ -274,6 +274,12 @@ def test_short_documents_are_refused_or_skipped(tokenizer, tmp_path):
         load_text(text, tokenizer, at_least=100_000)
 
 
+def test_short_documents_of_stdlib_are_skipped_unasked(tokenizer):
+    """By default all windows are longer than most of its files."""
+    (document,) = load_text(TextSettings(max_documents=1), tokenizer, at_least=3000)
+    assert len(document.tokens) >= 3000
+
+
 def test_text_is_cut_split_and_counted(tokenizer, text_folder):
     def load(**changes):
         return load_text(TextSettings(str(text_folder), **changes), tokenizer, at_least=10)
