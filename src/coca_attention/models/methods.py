@@ -141,7 +141,7 @@ def shifted(asked: Asked, near: int | None = None, first: int | None = None) -> 
     smallest = max(to - length + first, first + 1)
     if smallest > length:
         raise UserError(
-            f"this method reads at most {2 * length - first:,} tokens here (2 L - w), got {to:,}: "
+            f"this method reads at most {2 * length - first:,} tokens here, 2 L - w, got {to:,}: "
             "choose leaky or limited for longer texts"
         )
     if near is None:

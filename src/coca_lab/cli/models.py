@@ -194,13 +194,15 @@ def _compare(
 
 def _print_left_out(refused: Mapping[str, str]) -> None:
     """Say which methods are not measured, from the errors of those that are not possible here."""
-    reasons = dict[str, str]()
+    impossible = []
     for method, error in refused.items():
         # "method yarn would replace ...: choose limited" is short without its name and its advice.
         short = re.sub(rf"^(this method|method {method}|a {method} is) ", "", error)
-        reasons[method] = short.partition(": ")[0].partition(", ")[0]
-    reasons |= {row.name: row.left_out for row in METHODS.values() if row.left_out}
-    print(f"Not measured: {', '.join(f'{method} ({why})' for method, why in reasons.items())}")
+        impossible.append(f"{method} ({short.partition(': ')[0].partition(', ')[0]})")
+    named = [f"{row.name} ({row.left_out})" for row in METHODS.values() if row.left_out]
+    parts = [", ".join(impossible)] if impossible else []
+    parts.append(f"unless named by --method: {', '.join(named)}")
+    print(f"Not measured: {'; '.join(parts)}")
 
 
 def export_command(path: str, target: str, wanted: ExportSettings) -> None:
