@@ -140,10 +140,12 @@ def _run_command(
     name: str, full_name: str, summary: str, words: list[str], arguments: list[str]
 ) -> None:
     """Read the options of a command, and run its function with them behind other arguments."""
-    from coca_lab.cli.parsing import as_typed_in, parse  # imports pydantic, of the extra
+    # Imports pydantic, of the extra.
+    from coca_lab.cli.parsing import as_typed_in, check_paths, parse
 
     try:
         values = parse(full_name, summary, words)
+        check_paths(full_name, values)
         load(name)(*arguments, *values)
     except UserError as error:
         raise type(error)(as_typed_in(full_name, str(error))) from error

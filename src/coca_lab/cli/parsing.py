@@ -133,16 +133,22 @@ def parse(name: str, summary: str, words: list[str]) -> list[Any]:
             "a model's context without training use coca extend MODEL TARGET"
         )
     options = _options(name)
-    words_given = {each: given.get(each.rstrip("?+")) for each in options.positionals}
-    _check_paths(words_given, given.get("from_original", False))
-    return [*words_given.values(), *(build(each, given) for each in options.settings)]
+    positionals = [given.get(each.rstrip("?+")) for each in options.positionals]
+    return [*positionals, *(build(each, given) for each in options.settings)]
 
 
-def _check_paths(given: dict[str, Any], from_original: bool) -> None:
-    """Raise UserError for paths that the command would refuse after seconds of importing torch."""
+def check_paths(command: str, values: list[Any]) -> None:
+    """Raise UserError for paths that a command would refuse after seconds of importing torch.
+
+    ``values`` are those of `parse`.
+    """
     from coca_lab.files import check_may_be_model, check_model_folder, check_new  # the Hub's client
 
-    for name, path in given.items():
+    if command in FILES:
+        find_file(values[0], FILES[command].kind)
+        return
+    from_original = any(getattr(each, "from_original", False) for each in values)
+    for name, path in zip(_options(command).positionals, values, strict=False):
         if path is None:  # info describes this machine
             continue
         if name == "folder" or (name == "model" and from_original):
@@ -217,7 +223,6 @@ def _parse_file(
         read_options(parser, words)
     if not words or words[0].startswith("-"):
         raise UserError(f"the {file.kind} comes first: {file.usage}")
-    find_file(words[0], file.kind)  # refused before torch is imported
     others = PlainParser(parser.prog, add_help=False, allow_abbrev=False, exit_on_error=False)
     for option, each in file.others.items():
         others.add_argument(option, **each)

@@ -70,8 +70,7 @@ def test_a_wrong_path_waits_for_no_large_import(tmp_path):
     wrong = {
         "there is no such folder; check": [
             ["extend", "/nonexist", "x"], ["info", "./nope"], ["serve", "../nope"],
-            ["convert", "~/no/pe", "x", "--form", "strict"], ["eval", "passkey", "a/b/c"],
-            ["convert", "/nope", "x", "--from-original"], ["generate", "/nope", "a"],
+            ["export", "~/no/pe", "x"], ["eval", "passkey", "a/b/c"], ["generate", "/nope", "a"],
         ],
         "it has no config.json; name the folder that save_pretrained": [
             ["extend", full, "x"], ["export", full, "x"], ["eval", "perplexity", empty],
