@@ -29,49 +29,55 @@ README = "long-context"
 LENGTHS, KEYS = PERPLEXITY.title, PASSKEYS.title
 PAGES: dict[str, tuple[dict[str, str], str]] = {
     "long-context": (
-        {LENGTHS: "At 4,096 tokens (16 × the training context) roles has a perplexity of 21.04, "
-         "the others 22.70 to 88.49.",
-         f"{KEYS} (group 1)": "At 4,096 tokens (16 × the training context) roles finds 100% of "
-         "the passkeys, the others 0% to 8%."},
+        {LENGTHS: "Perplexity at 4,096 tokens (16 × the training context): roles 21.04, the "
+         "others 22.70 to 88.48.",
+         f"{KEYS} (group 1)": "Passkeys found at 4,096 tokens (16 × the training context): roles "
+         "100%, the others 0% to 8%."},
         "Roles, rotary, no decay=roles; ALiBi; CoCA-Strict; RoFormer=RoPE",
     ),
     "verdict": (
-        {LENGTHS: "At 1,024 tokens (4 × the training context) roles has a perplexity of 22.01, "
-         "the others 24.62 to 137.5."},
+        {LENGTHS: "Perplexity at 1,024 tokens (4 × the training context): roles 22.01, the others "
+         "24.61 to 136.5."},
         "roles; PoPE; CoCA-Strict; rotary; rotary, limited distances=limited distances; thin keys; "
-        "thin keys, limited distances=thin keys, limited",
+        "thin keys, limited distances=thin keys, limited=ALiBi",
     ),
     "native": (
-        {LENGTHS: "At 4,096 tokens (16 × the training context) “roles, NeoX, decay” has a "
-         "perplexity of 16.38, the others 20.69 to 22.88.",
-         KEYS: "At 16,384 tokens (64 × the training context) “roles, decay × 12” finds 100% of the "
-         "passkeys, the others 19% to 98%."},
-        "native; roles, decay; roles, decay × 12; roles, NeoX, decay",
+        {LENGTHS: "Perplexity at 4,096 tokens (16 × the training context): “GPT-NeoX, decay” "
+         "16.37, the others 20.69 to 22.88.",
+         KEYS: "Passkeys found at 16,384 tokens (64 × the training context): “Llama × 12, decay” "
+         "100%, the others 19% to 98%."},
+        "native=GraniteSWA (native); roles, decay=Llama, decay=rotary; "
+        "roles, decay × 12=Llama × 12, decay=strict; roles, NeoX, decay=GPT-NeoX, decay=slack",
     ),
     "recall": (
-        {"Associative recall, 16 pairs": "At 1,024 tokens (16 × the training context) roles "
-         "answers 99% of the questions, the others 9% to 86%."},
+        {"Associative recall, 16 pairs": "Questions answered at 1,024 tokens (16 × the training "
+         "context): roles 99%, the others 9% to 86%."},
         "roles; roles-decay=roles, decay; native; rotary; strict; magnitude; pope=PoPE; "
         "thin=thin keys",
     ),
     "smollm2": (
-        {LENGTHS: "At 16,384 tokens (2 × the training context) leaky distances and Self-Extend "
-         "have a perplexity of 21.67, the others 22.24 to 666.5."},
+        {LENGTHS: "Perplexity at 16,384 tokens (2 × the training context): leaky distances "
+         "and Self-Extend 21.67, the others 22.24 to 666.5."},
         "limited distances; YaRN; dynamic NTK; Self-Extend; leaky distances; base",
     ),
     "extension": (
-        {LENGTHS: "At 4,096 tokens limited distances has a perplexity of 23.02, the others 27.41 "
-         "to 101.6.",
-         KEYS: "At 4,096 tokens “limited, trained” finds 5% of the passkeys, the others "
-         "0% to 2%."},
+        {LENGTHS: "Perplexity at 4,096 tokens (16 × the training context): limited distances "
+         "23.00, the others 27.37 to 101.4.",
+         KEYS: "Passkeys found at 4,096 tokens (16 × the training context): “limited, trained” 5%, "
+         "the others 0% to 2%."},
         "limited distances; limited distances, trained=limited, trained; base + YaRN (16)=YaRN; "
         "base + dynamic NTK (16)=dynamic NTK; dropped positions, trained=dropped, trained; base",
     ),
 }  # fmt: skip
 """By folder of results: the sections of its report whose charts its page shows with these words,
-and their lines, with their names there. Tests compare the words with the figures."""
+and their lines: name=name there=line whose colour it has. Tests compare the words with the figures.
+"""
 NOTES = {"long-context": "0.7M parameters; mean and range of three seeds"}
 """What is written below the titles of a folder's charts."""
+WITHOUT_RANGES = ("native",)
+"""Folders whose ranges of seeds lie over each other; the tables have every seed."""
+UNLABELLED = {"native": (512,)}
+"""By folder, lengths whose labels would touch the next one's."""
 WIDE = 440
 """Pixels of a chart; README's are narrower on phones."""
 Titled = tuple[str, LineChart]
@@ -82,17 +88,25 @@ def report_charts(folder: Path, said: dict[str, str], lines: str) -> list[Titled
     """Charts of the report of a folder, by the titles of sections, with some of their lines."""
     sections = page_sections(*tasks_and_runs(parsed(published(folder))))
     charts = {section.title: section.chart for section in sections}
-    names = {old: new or old for old, _, new in (line.partition("=") for line in lines.split("; "))}
+    shown = {}
+    colours = {}
+    for entry in lines.split("; "):
+        line, *words = entry.split("=")
+        shown[line] = words[0] if words else line
+        colours[line] = words[-1] if len(words) > 1 else None
 
     def chosen(chart: LineChart) -> LineChart:
-        points = chart.points[chart.points["line"].isin(names)]
-        points = points.assign(place=points["line"].map([*names].index))
+        points = chart.points[chart.points["line"].isin(shown)]
+        points = points.assign(place=points["line"].map([*shown].index))
         points = points.sort_values(["place", "x"])
-        line = points["line"].map(names)
+        line = points["line"].map(shown)
+        colour = points["line"].map(colours).fillna(line)
         last = points.groupby("line")["x"].transform("max")
         short = last.map(", at {:,}".format).where(last < points["x"].max(), "")
-        points = points.assign(line=line + short, colour=line, dash="")
-        return replace(chart, points=points)
+        points = points.assign(line=line + short, colour=colour, dash="")
+        bars = chart.bars and folder.name not in WITHOUT_RANGES
+        ticks = [tick for tick in chart.ticks if tick not in UNLABELLED.get(folder.name, ())]
+        return replace(chart, points=points, ticks=ticks, bars=bars)
 
     return [(words, chosen(charts[title])) for title, words in said.items()]
 
@@ -104,7 +118,10 @@ def picture(parts: Sequence[Titled], width: int, *, above: bool, note: str = "")
     data: dict[str, Any] = {}
     for title, chart in parts:
         part = specification(chart, palette, width, height=220)
-        part["title"] = {"text": textwrap.wrap(title, width // 10), "anchor": "start"}
+        part["title"] = {
+            "text": textwrap.wrap(title, width // 10, break_on_hyphens=False),
+            "anchor": "start",
+        }
         if note:
             part["title"]["subtitle"] = textwrap.wrap(note, width // 8)
         data |= part.pop("datasets")

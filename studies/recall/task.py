@@ -137,7 +137,7 @@ def recall_sections(cells: Sequence[RecallCell]) -> list[Section]:
     for cell in cells:
         kind = f"{cell.pairs} pairs" if isinstance(cell.pairs, int) else cell.pairs
         points.append(Point(cell, cell.length, cell.accuracy, cell.wilson95, kind))
-    return length_sections(frame_of(points), ANSWERED, prompts_caption(cells))
+    return length_sections(frame_of(points, ANSWERED), ANSWERED, prompts_caption(cells))
 
 
 RECALL_TASK = Task(

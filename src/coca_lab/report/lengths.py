@@ -70,7 +70,7 @@ class Measure:
         form: A figure as text; shares are in percent, as on their axes.
         top: The largest figure, which is the best one; without, the lowest is best.
         ratios: Whether figures are compared by their ratio, as perplexities are, and not by their
-            difference.
+            difference; the mean of seeds is then the geometric one.
     """
 
     title: str
@@ -110,7 +110,7 @@ def line_label(cell: Figure, x: int) -> str:
     return f"{cell.model} + {SCALING_NAMES.get(cell.scaling, cell.scaling)}{factor}"
 
 
-def frame_of(points: Sequence[Point]) -> Frame:
+def frame_of(points: Sequence[Point], measure: Measure) -> Frame:
     """A frame, in the order of the page: the last tokens alone at every length, means of seeds."""
     lengths = sorted({point.x for point in points if point.cell.scaling != SHORT})
     rows = []
@@ -141,10 +141,11 @@ def frame_of(points: Sequence[Point]) -> Frame:
     scaling = frame["scaling"].map(scalings.index)
     model, _ = frame["model"].factorize()
     line, _ = frame["line"].factorize()
-    return _one_a_place(frame.iloc[np.lexsort((frame["x"], line, scaling, model))])
+    ordered = frame.iloc[np.lexsort((frame["x"], line, scaling, model))]
+    return _one_a_place(ordered, geometric=measure.ratios)
 
 
-def _one_a_place(frame: Frame) -> Frame:
+def _one_a_place(frame: Frame, geometric: bool) -> Frame:
     """A row for every line and length: the mean of its seeds, with their range as interval."""
     place = ["size", "kind", "line", "x"]
     seeds = frame.groupby(place)["seed"].nunique().rename("seeds")
@@ -159,8 +160,14 @@ def _one_a_place(frame: Frame) -> Frame:
         )
     several = frame.join(seeds, on=place).query("seeds > 1").groupby(place)["y"]
     first = first.set_index(place)
-    first.update(several.agg(y="mean", low="min", high="max"))
+    mean = _geometric_mean if geometric else "mean"
+    first.update(several.agg(y=mean, low="min", high="max"))
     return first.reset_index()
+
+
+def _geometric_mean(values: Frame) -> float:
+    """Of perplexities: the exponential of the mean log perplexity."""
+    return float(np.exp(np.log(values.astype(float)).mean()))
 
 
 def length_sections(frame: Frame, measure: Measure, caption: str) -> list[Section]:

@@ -80,15 +80,16 @@ def perplexity_points(cells: Sequence[Perplexity]) -> list[Point]:
 
 def perplexity_sections(cells: Sequence[Perplexity]) -> list[Section]:
     """By window; apart, by position, and of what is a copy from far back."""
-    caption = seeds_caption(cells)
+    caption = seeds_caption(cells, mean="Geometric means")
     if not caption:
         caption = _documents_caption([cell for cell in cells if cell.scaling != SHORT] or cells)
-    sections = length_sections(frame_of(perplexity_points(cells)), PERPLEXITY, caption)
+    frame = frame_of(perplexity_points(cells), PERPLEXITY)
+    sections = length_sections(frame, PERPLEXITY, caption)
     short = replace(PERPLEXITY, title="Perplexity")
     copies = [point for cell in cells for point in _copies(cell)]
     if copies:
         sections += length_sections(
-            frame_of(copies), short, "Small: 95 % intervals over documents."
+            frame_of(copies, short), short, "Small: 95 % intervals over documents."
         )
     positions = [
         point
@@ -98,7 +99,7 @@ def perplexity_sections(cells: Sequence[Perplexity]) -> list[Section]:
     ]
     if positions:
         by_position = replace(short, x="tokens read before, up to")
-        sections += length_sections(frame_of(positions), by_position, "")
+        sections += length_sections(frame_of(positions, by_position), by_position, "")
     return sections
 
 
@@ -150,7 +151,7 @@ def needle_sections(cells: Sequence[Needles]) -> list[Section]:
     documents = ends(len(cell.documents) for cell in cells)
     caption = seeds_caption(cells) or f"Small: 95 % intervals over documents ({documents})."
     parts = [part for cell in cells for part in _needle_parts(cell)]
-    frame = frame_of([point for point, _ in parts])
+    frame = frame_of([point for point, _ in parts], NEEDLES)
     found: dict[tuple[str, int, str], list[str]] = {}
     for point, figures in parts:
         place = (line_label(point.cell, point.x), point.x, point.kind)
@@ -206,13 +207,14 @@ def passkey_points(cells: Sequence[Passkey]) -> list[Point]:
 
 def passkey_sections(cells: Sequence[Passkey]) -> list[Section]:
     """The share found, by prompt length."""
-    return length_sections(frame_of(passkey_points(cells)), PASSKEYS, prompts_caption(cells))
+    frame = frame_of(passkey_points(cells), PASSKEYS)
+    return length_sections(frame, PASSKEYS, prompts_caption(cells))
 
 
 def ruler_sections(cells: Sequence[Ruler]) -> list[Section]:
     """The mean score over the tasks that all models have, against the length; and every task's."""
     points = [Point(cell, cell.length, cell.score, cell.wilson95, cell.kind) for cell in cells]
-    frame = frame_of(points)
+    frame = frame_of(points, RULER)
     caption = prompts_caption(cells)
     kinds = frame["kind"].unique()
     measure = RULER if len(kinds) > 1 else replace(RULER, name=f"RULER score of {kinds[0]}")
@@ -268,13 +270,13 @@ def _kept(line: Frame) -> str:
     return f"≥ {last:,}" if last == scores.index[-1] else f"{last:,}"
 
 
-def seeds_caption(cells: Sequence[Any]) -> str:
+def seeds_caption(cells: Sequence[Any], mean: str = "Means") -> str:
     """Of figures from elsewhere their conditions; of several seeds, what the ranges are."""
     if cells[0].conditions:
         return f"{cells[0].conditions}."
     seeds = {cell.training_seed for cell in cells}
     if len(seeds) > 1:
-        return f"Means of {len(seeds)} training seeds where there are several; small: their range."
+        return f"{mean} of {len(seeds)} training seeds where there are several; small: their range."
     return ""
 
 

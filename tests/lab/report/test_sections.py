@@ -169,9 +169,9 @@ def test_all_of_rulers_tasks_are_one_group(tokenizer, text_folder, monkeypatch, 
 
 def test_seeds_and_sizes_by_hand():
     one = shown(*SEEDS, {**SEEDS[0], "scaling": "attend-last", "perplexity": 19.0})[BY_LENGTH]
-    assert text(one.rows[0])[2] == "81.00 (80.00 to 82.00)" and one.muted == [1]
+    assert text(one.rows[0])[2] == "80.99 (80.00 to 82.00)" and one.muted == [1]
     assert one.chart.points[["low", "high"]].head(2).values.tolist() == [[20, 21], [80, 82]]
-    assert one.note == "Means of 2 training seeds where there are several; small: their range."
+    assert one.note.startswith("Geometric means of 2 training seeds where there are several;")
     assert [*shown(*SIZES)] == [f"{BY_LENGTH}, {n}M" for n in (0.25, 1, 4)]
 
 
