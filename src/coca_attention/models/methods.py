@@ -366,6 +366,7 @@ def extend_context(
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from coca_attention.models import extend_context
         >>> sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
         >>> config = LlamaConfig(num_attention_heads=4, max_position_embeddings=128, **sizes)
         >>> model = extend_context(LlamaForCausalLM(config), "yarn", to=512)
