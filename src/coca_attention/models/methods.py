@@ -36,6 +36,8 @@ from coca_attention.ops.checks import check_whole
 
 STOCK = ("Transformers", "vLLM", "SGLang", "llama.cpp")
 """Engines that run the classes of Transformers."""
+UNTRIED = ("SGLang", "llama.cpp")
+"""Those of them in which nothing extended here has run: their sources have what it takes."""
 PACKAGE = ("Transformers with this package",)
 EXTENSION = "context_extension"
 """Our field of config.json: by what method a model was extended, from which L to which T."""

@@ -21,7 +21,7 @@ from coca_attention.models.methods import METHODS, extend_context, extended_leng
 from coca_lab.cli.console import ProgressBar, markdown_table, print_table
 from coca_lab.engine import Engine
 from coca_lab.evaluation.check import check_of_cells, engines_of, measurements_of_check
-from coca_lab.evaluation.choice import RULE
+from coca_lab.evaluation.choice import RULE, in_words
 from coca_lab.evaluation.task import finish, free_weights, open_model
 from coca_lab.export import export_native
 from coca_lab.files import cache_folder
@@ -104,10 +104,10 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
         report=report,
         **chosen.options,
     )
-    engines = engines_of(chosen.method, quantised_by(path, config))
+    engines = in_words(engines_of(chosen.method, quantised_by(path, config)))
     print(
         f"{target}: {model.config.model_type}, {chosen.name}, for texts of {to:,} tokens; runs in "
-        f"{', '.join(engines)}"
+        f"{engines}"
     )
 
 

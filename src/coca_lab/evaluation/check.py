@@ -64,7 +64,7 @@ def _short(read: Read) -> str:
     missing = [name for name in STOCK if name not in read.engines]
     if len(missing) > 1:
         return ", ".join(read.engines)
-    return f"all but {missing[0]}" if missing else "all engines"
+    return f"all but {missing[0]}" if missing else "most engines"
 
 
 def measurements_of_check(

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from coca_attention.models.methods import UNTRIED
 from coca_lab.intervals import DocumentScore, differences, mean_nats, nats_interval, student
 from coca_lab.settings.commands import Margins
 
@@ -151,6 +152,13 @@ class Read:
         return [DocumentScore(name, nats[name], digits[name]) for name in nats]
 
 
+def in_words(engines: Sequence[str]) -> str:
+    """Engines that run a model, those that were not tried apart."""
+    tried = ", ".join(name for name in engines if name not in UNTRIED)
+    untried = ", ".join(name for name in engines if name in UNTRIED)
+    return f"{tried} (untried: {untried})" if untried else tried
+
+
 def _digit(scores: Sequence[DocumentScore]) -> str:
     """Nats a digit, and as a probability."""
     nats = mean_nats(scores)
@@ -220,7 +228,7 @@ class Choice:
         if best is None or taken is None:
             words = "; ".join(f"{x.method}: {x.word(self.base, self.margins)}" for x in self.others)
             return f"No method shows that it loses nothing within L, so none is taken ({words})."
-        engines = f"runs in {', '.join(taken.engines)}"
+        engines = f"runs in {in_words(taken.engines)}"
         if not self.finds:
             return (
                 f"{taken.method} is taken: it shows no loss within L and {engines}. No method "
