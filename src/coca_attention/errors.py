@@ -61,7 +61,10 @@ def check_is_loaded(model: object) -> None:
         )
     if not hasattr(model, "config"):
         name = model.__name__ if isinstance(model, type) else type(model).__name__
-        raise UserError(f"expected a Transformers model, got {name}")
+        raise UserError(
+            f"expected a Transformers model, got {name}: for a module of your own use "
+            "CoCAAttention as its attention layer"
+        )
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def test_an_unsupported_model_lists_the_families():
     with pytest.raises(ValueError, match="StableLmForCausalLM cannot be converted") as caught:
         convert(model, "slack")
     assert all(name in str(caught.value) for name, _ in FAMILIES.values())
-    with pytest.raises(ValueError, match=r"expected a model of Transformers, got Linear.*CoCAAtt"):
+    with pytest.raises(ValueError, match=r"expected a Transformers model, got Linear.*CoCAAtt"):
         convert(torch.nn.Linear(4, 4), "rope")
 
 

@@ -156,7 +156,7 @@ def _find_family(model: PreTrainedModel) -> tuple[Family, type]:
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel) and not hasattr(model, "merge_and_unload"):
         raise UserError(
-            f"expected a model of Transformers, got {name}: for a module of your own use "
+            f"expected a Transformers model, got {name}: for a module of your own use "
             "CoCAAttention as its attention layer"
         )
     if isinstance(model, CollinearHead | CollinearModel):
