@@ -294,9 +294,9 @@ def test_what_is_no_loaded_model_is_refused(given):
     for take in takers:
         with pytest.raises(UserError, match=r"expected a loaded model, got .*: load it first"):
             take(given)
-    for other, name in ((torch.nn.Linear(3, 3), "Linear"), (torch.nn.Linear, "Linear")):
+    for other in (torch.nn.Linear(3, 3), torch.nn.Linear):
         for take in takers:
-            with pytest.raises(UserError, match=f"^expected a Transformers model, got {name}$"):
+            with pytest.raises(UserError, match="^expected a Transformers model, got Linear: "):
                 take(other)
 
 
