@@ -296,7 +296,7 @@ def test_what_is_no_loaded_model_is_refused(given):
             take(given)
     for other in (torch.nn.Linear(3, 3), torch.nn.Linear):
         for take in takers:
-            with pytest.raises(UserError, match="^expected a Transformers model, got Linear: "):
+            with pytest.raises(UserError, match=r"^expected a Transformers model, got Linear: "):
                 take(other)
 
 
