@@ -241,6 +241,12 @@ def test_the_alternative_text_has_both_ends_of_every_line_of_perplexity(figures,
             assert {f"{y:.0f}", f"{y:.1f}"} & said, (line, y)
 
 
+def comparable(svg):
+    """A picture without counted names and the digits that versions of numpy round differently."""
+    rounded = re.sub(r"\d+\.\d{3,}", lambda found: f"{float(found[0]):.2f}", svg)
+    return re.sub(r"clip\d+|gradient_\d+", "", rounded)
+
+
 def test_the_readmes_picture_is_that_of_its_page(figures):
     """In literal colours, for light and dark pages, wide and narrow; with its alternative text."""
     folder = RESULTS / figures.README
@@ -250,9 +256,8 @@ def test_the_readmes_picture_is_that_of_its_page(figures):
     for narrow, theme in itertools.product((False, True), figures.INKS):
         width = figures.NARROW + 20 if narrow else figures.WIDE
         svg = figures.picture(drawn, width, above=narrow, note=note)
-        made = re.sub(r"clip\d+|gradient_\d+", "", figures.of_theme(svg, theme))
         path = images / f"long-context-{theme}{'-narrow' * narrow}.svg"
-        assert re.sub(r"clip\d+|gradient_\d+", "", path.read_text("utf-8")) == made
+        assert comparable(path.read_text("utf-8")) == comparable(figures.of_theme(svg, theme))
     readme = (RESULTS.parent / "README.md").read_text("utf-8")
     (told,) = re.findall(r'alt="(Two charts[^"]*)"', readme)
     for _, chart in drawn:
