@@ -1,7 +1,6 @@
 """Commands that turn models into others: extend, convert and export."""
 
 import logging
-import re
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -116,7 +115,8 @@ def _say_what_is_taken(wanted: ExtendSettings, method: MethodName, length: int, 
     if wanted.method == "auto" and method != "yarn":
         print(
             f"Method: {method}, the default beyond twice the training length, where YaRN's "
-            "perplexity is higher; --method yarn runs in every engine, --check TEXT measures all"
+            f"perplexity is higher; --method yarn runs in {in_words(METHODS['yarn'].engines)}, "
+            "--check TEXT measures all"
         )
     farthest = MEASURED[METHODS[method].changes]
     if to > farthest * length:
@@ -193,16 +193,11 @@ def _compare(
 
 
 def _print_left_out(refused: Mapping[str, str]) -> None:
-    """Say which methods are not measured, from the errors of those that are not possible here."""
-    impossible = []
+    """Say which methods are not measured, and why."""
     for method, error in refused.items():
-        # "method yarn would replace ...: choose limited" is short without its name and its advice.
-        short = re.sub(rf"^(this method|method {method}|a {method} is) ", "", error)
-        impossible.append(f"{method} ({short.partition(': ')[0].partition(', ')[0]})")
+        print(f"Not measured: {method} ({error})")
     named = [f"{row.name} ({row.left_out})" for row in METHODS.values() if row.left_out]
-    parts = [", ".join(impossible)] if impossible else []
-    parts.append(f"unless named by --method: {', '.join(named)}")
-    print(f"Not measured: {'; '.join(parts)}")
+    print(f"Not measured unless named by --method: {', '.join(named)}")
 
 
 def export_command(path: str, target: str, wanted: ExportSettings) -> None:

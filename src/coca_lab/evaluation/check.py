@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 from coca_attention.errors import UserError
 from coca_attention.models import METHODS
-from coca_attention.models.methods import PACKAGE, STOCK
-from coca_lab.evaluation.choice import Choice, Read
+from coca_lab.evaluation.choice import Choice, Read, in_words
 from coca_lab.evaluation.needles import NEEDLES_TASK, scores_of
 from coca_lab.evaluation.perplexity import PERPLEXITY_TASK
 from coca_lab.evaluation.task import Cell, Measurement, Model
@@ -53,18 +52,9 @@ class Check:
             word = ""
             if each is not self.choice.base:
                 word = each.word(self.choice.base, self.choice.margins)
-            rows.append([each.method + chosen, word, f"{mean_nats(each.far):.2f}", _short(each)])
+            engines = in_words(each.engines)
+            rows.append([each.method + chosen, word, f"{mean_nats(each.far):.2f}", engines])
         return ["method", "within L", "beyond L", "runs in"], rows
-
-
-def _short(read: Read) -> str:
-    """The engines of a reading in few letters, for a table in 80 columns."""
-    if read.engines == PACKAGE:
-        return "this package"
-    missing = [name for name in STOCK if name not in read.engines]
-    if len(missing) > 1:
-        return ", ".join(read.engines)
-    return f"all but {missing[0]}" if missing else "most engines"
 
 
 def measurements_of_check(
