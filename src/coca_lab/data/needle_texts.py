@@ -5,7 +5,7 @@ behind the questions, so one reading of the text says how probable a model finds
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -50,6 +50,18 @@ class NeedleText:
     def first_answer(self) -> int:
         """Index of the first token that is scored."""
         return self.needles[0].first
+
+    def last(self, tokens: int) -> "NeedleText":
+        """What so many tokens at the end have of it; UserError if they do not have all answers."""
+        left_out = max(0, len(self.ids) - tokens)
+        if self.first_answer <= left_out:
+            answers = len(self.ids) - self.first_answer
+            raise UserError(f"the answers take {answers} tokens, the last {tokens} are too few")
+        needles = [
+            replace(needle, first=needle.first - left_out, stop=needle.stop - left_out)
+            for needle in self.needles
+        ]
+        return NeedleText(self.ids[left_out:], needles)
 
 
 def hide_needles(

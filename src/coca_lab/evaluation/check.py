@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from coca_attention.errors import UserError
 from coca_attention.models import METHODS
-from coca_lab.evaluation.choice import Choice, Read, in_words
-from coca_lab.evaluation.needles import NEEDLES_TASK, scores_of
+from coca_lab.evaluation.choice import Choice, Read, in_words, pooled
+from coca_lab.evaluation.needles import NEEDLES_TASK, last_alone, scores_of
 from coca_lab.evaluation.perplexity import PERPLEXITY_TASK
 from coca_lab.evaluation.task import Cell, Measurement, Model
 from coca_lab.intervals import DocumentScore, mean_nats
@@ -45,16 +45,21 @@ class Check:
         return None if self.choice.taken is None else self.methods[self.choice.taken.method]
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Header and rows: what may be said of every method within L, and what it does beyond."""
+        """Header and rows: what may be said of every method within L, and what it does beyond.
+
+        Nats a digit are of the numbers in texts that are longer than L, up to L back and farther.
+        """
         rows = []
-        for each in (self.choice.base, *self.choice.others):
+        for each in (self.choice.base, self.choice.alone, *self.choice.others):
             chosen = " (taken)" if each is self.choice.taken else ""
             word = ""
-            if each is not self.choice.base:
+            if each in self.choice.others:
                 word = each.word(self.choice.base, self.choice.margins)
-            engines = in_words(each.engines)
-            rows.append([each.method + chosen, word, f"{mean_nats(each.far):.2f}", engines])
-        return ["method", "within L", "beyond L", "runs in"], rows
+            back = mean_nats(pooled(each.back))
+            far = mean_nats(each.far)
+            row = [each.method + chosen, word, f"{back:.2f}", f"{far:.2f}", in_words(each.engines)]
+            rows.append(row)
+        return ["method", "within L", "up to L back", "farther", "runs in"], rows
 
 
 def measurements_of_check(
@@ -99,7 +104,11 @@ def measurements_of_check(
         (
             NEEDLES_TASK,
             NeedleSettings(
-                **vars(text), lengths=lengths, count=settings.check_numbers, near=length
+                **vars(text),
+                lengths=lengths,
+                count=settings.check_numbers,
+                near=length,
+                attend_last=length,
             ),
         ),
     ]
@@ -122,10 +131,19 @@ def check_of_cells(
     """The decision, from the cells of `measurements_of_check`."""
     base = MethodSettings()
     quantised = quantised_by(model.path, model.module.config) if model.path else None
-    first, *others = (_read(cells, method, length, quantised) for method in (base, *methods))
+    first, *others = (
+        _read(cells, method.name, method, length, quantised) for method in (base, *methods)
+    )
+    last = last_alone(length)
+    alone = replace(_read(cells, last, base, length, quantised), method=last)
     return Check(
         cells=cells,
-        choice=Choice(replace(first, method="as it is"), others, settings.margins),
+        choice=Choice(
+            base=replace(first, method="as it is"),
+            alone=alone,
+            others=others,
+            margins=settings.margins,
+        ),
         methods={method.name: method for method in methods},
         length=length,
     )
@@ -151,14 +169,19 @@ def engines_of(method: str, quantised: str | None) -> tuple[str, ...]:
 
 
 def _read(
-    cells: Sequence[Cell], method: MethodSettings, length: int, quantised: str | None
+    cells: Sequence[Cell],
+    scaling: str,
+    method: MethodSettings,
+    length: int,
+    quantised: str | None,
 ) -> Read:
-    """What one method has read."""
+    """What one method has read, in the cells with a name of it."""
     perplexity: dict[int, list[DocumentScore]] = {}
     near: dict[int, list[DocumentScore]] = {}
+    back: dict[int, list[DocumentScore]] = {}
     beyond: dict[int, list[DocumentScore]] = {}
     for cell in cells:
-        if cell["scaling"] != method.name:
+        if cell["scaling"] != scaling:
             continue
         if cell["task"] == "perplexity":
             if cell["window"] <= length:
@@ -166,6 +189,7 @@ def _read(
         elif cell["length"] <= length:
             near[cell["length"]] = scores_of(cell["documents"])
         else:
+            back[cell["length"]] = scores_of(cell["documents"], length)
             beyond[cell["length"]] = scores_of(cell["documents"], length, beyond=True)
     row = METHODS[method.method]
     return Read(
@@ -173,6 +197,7 @@ def _read(
         engines=engines_of(method.method, quantised),
         perplexity=perplexity,
         near=near,
+        back=back,
         beyond=beyond,
         exact=row.within == "exact" and method.options.get("near", length) >= length,
     )

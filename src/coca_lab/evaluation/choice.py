@@ -101,6 +101,7 @@ class Read:
         engines: What runs the result.
         perplexity: Scores of the same documents within L, by length in tokens.
         near: Those of the needles within L, by length of the text.
+        back: Those of the needles in texts longer than L, at distances up to L.
         beyond: Those of the needles in texts longer than L, at distances beyond L.
         exact: Whether it computes within L what the model as it is does, so that nothing is lost.
     """
@@ -109,6 +110,7 @@ class Read:
     engines: Sequence[str]
     perplexity: Mapping[int, list[DocumentScore]]
     near: Mapping[int, list[DocumentScore]]
+    back: Mapping[int, list[DocumentScore]]
     beyond: Mapping[int, list[DocumentScore]]
     exact: bool = False
 
@@ -143,13 +145,18 @@ class Read:
     @property
     def far(self) -> list[DocumentScore]:
         """Of every document, the score of its needles beyond L in texts of all lengths."""
-        nats: dict[str, float] = {}
-        digits: dict[str, int] = {}
-        for scores in self.beyond.values():
-            for score in scores:
-                nats[score.id] = nats.get(score.id, 0.0) + score.nats
-                digits[score.id] = digits.get(score.id, 0) + score.tokens
-        return [DocumentScore(name, nats[name], digits[name]) for name in nats]
+        return pooled(self.beyond)
+
+
+def pooled(by_length: Mapping[int, list[DocumentScore]]) -> list[DocumentScore]:
+    """Of every document, its score in texts of all lengths."""
+    nats: dict[str, float] = {}
+    digits: dict[str, int] = {}
+    for scores in by_length.values():
+        for score in scores:
+            nats[score.id] = nats.get(score.id, 0.0) + score.nats
+            digits[score.id] = digits.get(score.id, 0) + score.tokens
+    return [DocumentScore(name, nats[name], digits[name]) for name in nats]
 
 
 def in_words(engines: Sequence[str]) -> str:
@@ -171,11 +178,13 @@ class Choice:
 
     Attributes:
         base: The model as it is.
+        alone: As it is, with only the last L tokens of every text: what one has without a method.
         others: With every method.
         margins: Which loss does not matter.
     """
 
     base: Read
+    alone: Read
     others: Sequence[Read]
     margins: Margins = field(default_factory=Margins)
 
@@ -243,7 +252,7 @@ class Choice:
             )
         else:
             said += ", the best. The"
-        return f"{said} model as it is has {_digit(self.base.far)}."
+        return f"{said} {self.alone.method} have {_digit(self.alone.far)}."
 
     @property
     def warnings(self) -> list[str]:
@@ -256,6 +265,15 @@ class Choice:
                 f"a guess has {GUESS:.2f}. Needles say nothing about it."
             )
         taken = self.taken
-        if taken is not None and not mean_nats(taken.far) < mean_nats(self.base.far):
-            said.append(f"Beyond L {taken.method} is no better than the model as it is.")
+        if taken is None:
+            return said
+        if not mean_nats(taken.far) < mean_nats(self.alone.far):
+            said.append(f"Beyond L {taken.method} is no better than the {self.alone.method}.")
+        lost = differences(pooled(taken.back), pooled(self.alone.back))
+        interval = nats_interval(lost)
+        if interval is not None and interval[0] > 0:
+            said.append(
+                f"In longer texts numbers up to L back cost {taken.method} {mean_nats(lost):.2f} "
+                f"nats a digit more than the {self.alone.method}."
+            )
         return said

@@ -26,15 +26,29 @@ from coca_lab.settings.evaluations import NEEDLES, NeedleSettings
 def measure_needles(
     model: Model, settings: NeedleSettings, method: MethodSettings
 ) -> list[Measurement]:
-    """Nats a digit of hidden numbers: a cell for every length, an item for every document."""
+    """Nats a digit of hidden numbers: a cell for every length, an item for every document.
+
+    Lengths above ``attend_last`` have one more cell, of readings of the last tokens alone.
+    """
     name = f"needles {settings}"
     if name not in model.texts:  # made once for a model, whatever the method
         model.texts[name] = _texts(model, settings)
-    near = settings.near or model.facts["training_length"]
-    return [
-        _measure_cell(model, settings, method, length, texts, near)
-        for length, texts in model.texts[name].items()
-    ]
+    measurements = []
+    for length, texts in model.texts[name].items():
+        measurements.append(_measure_cell(model, settings, method, method.facts, length, texts))
+        last = settings.attend_last
+        if last is not None and last < length:
+            ends = {name: text.last(last) for name, text in texts.items()}
+            alone = {"scaling": last_alone(last), "factor": None}
+            measurements.append(
+                _measure_cell(model, settings, MethodSettings(), alone, length, ends)
+            )
+    return measurements
+
+
+def last_alone(tokens: int) -> str:
+    """What cells of readings of the last tokens alone have as the name of a method."""
+    return f"last {tokens:,} tokens alone"
 
 
 def _texts(model: Model, settings: NeedleSettings) -> dict[int, dict[str, NeedleText]]:
@@ -61,11 +75,12 @@ def _measure_cell(
     model: Model,
     settings: NeedleSettings,
     method: MethodSettings,
+    scaled: Cell,
     length: int,
     texts: dict[str, NeedleText],
-    near: int | None,
 ) -> Measurement:
-    """The readings of one length, and their cell."""
+    """The readings of one length, and their cell, which ``scaled`` names the method of."""
+    near = settings.near or model.facts["training_length"]
     label = " ".join((model.name, *method.words, f"needles {length:,}"))
 
     def read(named: list[str]) -> list[list[Cell]]:
@@ -73,7 +88,7 @@ def _measure_cell(
 
     items = [
         Item(
-            keys=[[method.facts, length, _hash([text])]],
+            keys=[[scaled, length, _hash([text])]],
             work=read,
             arguments=[name],
             cost=length,
@@ -87,6 +102,7 @@ def _measure_cell(
             {"id": name, "needles": found} for name, found in zip(texts, readings, strict=True)
         ]
         cell: Cell = {
+            **scaled,
             "length": length,
             "count": settings.count,
             "digits": DIGITS,

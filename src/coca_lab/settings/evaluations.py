@@ -155,6 +155,8 @@ class NeedleSettings(TextSettings):
     """Tokens of a text, with what is hidden in it, the questions and the answers."""
     count: PositiveInt = 10
     """Numbers that are hidden in a document."""
+    attend_last: PositiveInt | None = None
+    """Also read only this many tokens at the end of longer texts, which hides what is before."""
     near: PositiveInt | None = None
     """Distance in tokens up to which a number counts as near; by default the training length."""
     seed: NonNegativeInt = 0

@@ -81,52 +81,71 @@ def test_two_percent_more_perplexity_is_rarely_called_lossless(documents, tails)
             assert words.count("loses") > 500
 
 
-def read(method, far, within=0.0, near=0.4):
-    """What a method reads: nats a digit beyond L, and what is lost within L."""
+def read(method, far, within=0.0, near=0.4, back=(0.4, 0.5, 0.4)):
+    """What a method reads: nats a digit beyond L, and what is lost within L and up to L back."""
     return Read(
-        method,
-        ENGINES.get(method, ()),
-        {4096: scores(np.array([3.0, 3.2, 2.9]) + within)},
-        {4096: scores(np.array([near, near + 0.1, near]), 70)},
-        {8192: scores(far, 70), 12288: scores(np.array(far) + 0.2, 70)},
+        method=method,
+        engines=ENGINES.get(method, ()),
+        perplexity={4096: scores(np.array([3.0, 3.2, 2.9]) + within)},
+        near={4096: scores(np.array([near, near + 0.1, near]), 70)},
+        back={8192: scores(back, 70)},
+        beyond={8192: scores(far, 70), 12288: scores(np.array(far) + 0.2, 70)},
     )
+
+
+ALONE = read("last 4,096 tokens alone", [2.3, 2.4, 2.3])
+
+
+def choice_of(base, *others):
+    return Choice(base=base, alone=ALONE, others=others)
 
 
 def test_the_best_beyond_is_taken_among_those_that_show_no_loss():
     base = read("base", [2.2, 2.4, 2.3])
     yarn, shifted = read("yarn", [1.2, 1.3, 1.1]), read("shifted", [0.6, 0.7, 0.5])
-    choice = Choice(base, [yarn, shifted])
+    choice = choice_of(base, yarn, shifted)
     assert choice.taken is choice.best is shifted
     assert choice.reason == (
         "shifted is taken: beyond L it has 0.70 nats a digit (probability 50%), the best. The "
-        "model as it is has 2.40 nats a digit (probability 9%)."
+        "last 4,096 tokens alone have 2.43 nats a digit (probability 9%)."
     )
     # With a loss it is not.
     losing = read("shifted", [0.6, 0.7, 0.5], within=0.05)
     assert losing.word(base, Margins()) == "loses perplexity at 4,096"
-    assert Choice(base, [yarn, losing]).taken is yarn
-    none = Choice(base, [losing])
+    assert choice_of(base, yarn, losing).taken is yarn
+    none = choice_of(base, losing)
     assert none.taken is None and "none is taken (shifted: loses" in none.reason
 
 
 def test_methods_that_the_documents_do_not_part_are_decided_by_engines():
     base = read("base", [2.2, 2.4, 2.3])
     yarn, shifted = read("yarn", [0.7, 0.5, 0.65]), read("shifted", [0.6, 0.7, 0.5])
-    choice = Choice(base, [shifted, yarn])
+    choice = choice_of(base, shifted, yarn)
     assert choice.best is shifted and choice.taken is yarn
     assert "shifted has 0.70 nats a digit (probability 50%), but the documents do" in choice.reason
 
 
 def test_a_model_that_finds_nothing_is_said_to_say_nothing():
     base = read("base", [2.4, 2.5, 2.6], near=2.4)
-    choice = Choice(base, [read("yarn", [2.45, 2.55, 2.65], near=2.4)])
+    choice = choice_of(base, read("yarn", [2.45, 2.55, 2.65], near=2.4))
     assert f"a guess has {GUESS:.2f}. Needles say nothing about it." in choice.warnings[0]
     assert choice.reason.startswith(
         "yarn is taken: it shows no loss within L and runs in Transformers, vLLM. No method finds "
         "the numbers beyond L, so nothing can be said"
     )
-    assert choice.warnings[1] == "Beyond L yarn is no better than the model as it is."
+    assert choice.warnings[1] == "Beyond L yarn is no better than the last 4,096 tokens alone."
     # What nobody finds by chance decides nothing: of methods that as many engines run, the first.
     luckier = replace(read("yarn", [2.43, 2.56, 2.62], near=2.4), method="ntk")
-    assert Choice(base, [*choice.others, luckier]).taken is choice.others[0]
-    assert not Choice(read("base", [2.4, 2.5, 2.6]), [read("yarn", [1.0, 1.1, 1.2])]).warnings
+    assert choice_of(base, *choice.others, luckier).taken is choice.others[0]
+    assert not choice_of(read("base", [2.4, 2.5, 2.6]), read("yarn", [1.0, 1.1, 1.2])).warnings
+
+
+def test_what_longer_texts_cost_up_to_the_training_length_back_is_said():
+    base = read("base", [2.4, 2.5, 2.6])
+    (said,) = choice_of(base, read("yarn", [1.0, 1.1, 1.2], back=(0.6, 0.7, 0.65))).warnings
+    assert said == (
+        "In longer texts numbers up to L back cost yarn 0.22 nats a digit more than the last 4,096 "
+        "tokens alone."
+    )
+    level = read("yarn", [1.0, 1.1, 1.2], back=(0.3, 0.7, 0.65))
+    assert not choice_of(base, level).warnings

@@ -1,5 +1,6 @@
 """`coca extend`: which methods are compared, what is said of them, and what is written."""
 
+import itertools
 import json
 import re
 
@@ -80,7 +81,7 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, caps
     table, _, _ = card[card.index("| method | within L") :].partition("\n\n")
     rows = [[x.strip() for x in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
     names = [row[0].removesuffix(" (taken)") for row in rows]
-    assert sorted(names) == sorted(["as it is", *METHODS])
+    assert sorted(names) == sorted(["as it is", "last 160 tokens alone", *METHODS])
     (taken,) = [name for name, row in zip(names, rows, strict=True) if "(taken)" in row[0]]
     words = {name: row[1] for name, row in zip(names, rows, strict=True)}
     assert words["as it is"] == ""
@@ -123,7 +124,11 @@ def test_what_is_compared_is_what_the_tasks_measure(source):
     assert sum(x.nats for x in read.far) / (7 * beyond["needles"]) == pytest.approx(beyond["nats"])
     assert {cell["task"] for cell in found.cells} == {"perplexity", "needles"}
     # The last L tokens of every text beside all of it, and the model as it is.
-    assert {cell["scaling"] for cell in found.cells} == {"none", "attend-last", "yarn"}
+    assert {(cell["task"], cell["scaling"]) for cell in found.cells} == {
+        *itertools.product(("perplexity", "needles"), ("none", "yarn")),
+        ("perplexity", "attend-last"),
+        ("needles", "last 160 tokens alone"),
+    }
 
 
 def test_an_interrupted_check_goes_on_and_its_values_are_kept(
@@ -143,10 +148,12 @@ def test_an_interrupted_check_goes_on_and_its_values_are_kept(
     assert main(words) == 130 and not (tmp_path / "target").exists()
     assert list(values.glob("*.sqlite"))
     assert main(words) == 0
-    # Two documents, two lengths, the model as it is and six methods; one was begun twice.
-    assert len(read) == 2 * 2 * 7 + 1
+    # Two documents, two lengths, the model as it is and six methods, and the last L tokens of the
+    # longer ones; one was begun twice.
+    reads = 2 * 2 * 7 + 2 + 1
+    assert len(read) == reads
     words[2] = str(tmp_path / "other")
-    assert main([*words, "--method", "dynamic"]) == 0 and len(read) == 2 * 2 * 7 + 1
+    assert main([*words, "--method", "dynamic"]) == 0 and len(read) == reads
 
 
 def test_a_method_that_no_text_decides_for_is_not_taken(source, tmp_path, capsys):

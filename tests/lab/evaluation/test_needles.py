@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from coca_attention.errors import UserError
 from coca_lab.data import Document, train_tokenizer
 from coca_lab.data.needle_texts import DIGITS, hide_needles
 from coca_lab.data.ruler import NEEDLE, word_lists
-from coca_lab.evaluation import Model, evaluate
+from coca_lab.evaluation import MethodSettings, Model, evaluate
 from coca_lab.evaluation.needles import NEEDLES_TASK, NeedleSettings, figures, scores_of
 from coca_lab.intervals import differences, nats_interval
 from commands import run
@@ -118,6 +119,37 @@ def test_a_model_that_sees_so_far_finds_the_needles_up_to_there(words, books):
     for document in cell["documents"]:
         for needle in document["needles"]:
             assert needle["found"] == (needle["distance"] <= 400)
+
+
+def test_the_last_tokens_alone_find_what_they_have(words, books):
+    module = small(Near, words)
+    settings = NeedleSettings(
+        source=str(books), lengths=[300, 800], count=4, attend_last=500, near=500
+    )
+    short, whole, last = evaluate(NEEDLES_TASK, Model(module, words), settings)
+    assert [cell["length"] for cell in (short, whole, last)] == [300, 800, 800]
+    assert [cell["scaling"] for cell in (whole, last)] == ["none", "last 500 tokens alone"]
+    assert whole["found"] == 12
+    found = 0
+    for index, (all_read, cut) in enumerate(
+        zip(whole["documents"], last["documents"], strict=True)
+    ):
+        document = words(json.loads(books.read_text().splitlines()[index])["text"])["input_ids"]
+        text = hide_needles(words, document, 800, 4, seed=[0, 800, index])
+        for place, needle, same in zip(
+            text.needles, cut["needles"], all_read["needles"], strict=True
+        ):
+            # With the tokens of the line before it, by which this model knows the number.
+            has_it = place.first - place.distance - 8 >= 800 - 500
+            assert needle["distance"] == same["distance"] == place.distance
+            assert needle["found"] == has_it
+            found += has_it
+    assert 0 < found < 12
+    # With a method, it is the same reading of the same model, for which nothing is computed again.
+    yarn = evaluate(NEEDLES_TASK, Model(module, words), settings, MethodSettings("yarn", 2.0))
+    assert yarn[-1]["documents"] == last["documents"]
+    with pytest.raises(UserError, match=r"answers take \d+ tokens, the last 20 are too few"):
+        evaluate(NEEDLES_TASK, Model(module, words), replace(settings, attend_last=20))
 
 
 def test_nats_are_those_of_the_whole_logits(words, books):
