@@ -145,7 +145,9 @@ def test_the_readmes_commands_run_and_print_what_it_shows(workplace, capsys):
     """The extended model is MODEL, of 160 tokens in place of SmolLM2's, and loads in a pipeline."""
     (extend,) = (block for block in blocks(README, "sh") if "coca extend" in block)
     command, *shown = extend.splitlines()
-    smaller = command.replace("12288", "240").replace("SmolLM2-135M-Instruct", "MODEL")
+    smaller = command.replace("12288", "240").replace(
+        "HuggingFaceTB/SmolLM2-135M-Instruct", "MODEL"
+    )
     assert main(shlex.split(smaller)[1:]) == 0
     said = "".join(f"# {line}\n" for line in capsys.readouterr().out.splitlines())
     assert said.replace("240", "12,288").replace("160 tokens", "8,192 tokens").split("\n") == [

@@ -6,7 +6,7 @@ import math
 import re
 import runpy
 import shutil
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -58,11 +58,11 @@ def test_what_was_not_measured_is_no_perplexity_of_1():
 
 
 def test_the_readmes_table_of_methods_is_of_the_published_check():
-    """So has the page of the check, and README's code makes the row that names its option."""
+    """Those of the check and of questions, too; README's code makes the row of its option."""
+    folder = ROOT / "results/extend"
     perplexity = {}
-    nats = defaultdict(list)
-    found = Counter()
-    for line in (ROOT / "results/extend/check.ndjson").read_text("utf-8").splitlines():
+    needles = defaultdict(list)
+    for line in (folder / "check.ndjson").read_text("utf-8").splitlines():
         entry = json.loads(line)
         (task, *_), what = entry["key"]
         if task == "perplexity":
@@ -71,31 +71,42 @@ def test_the_readmes_table_of_methods_is_of_the_published_check():
             mean = sum(total / tokens for _, total, tokens in documents) / len(documents)
             perplexity[place] = f"{math.exp(mean):.2f}"
         elif what[1] == 12288:
-            method = what[0]["scaling"]
-            far = [needle for needle in entry["value"] if needle["distance"] > 8192]
-            nats[method] += [needle["nats"] / 7 for needle in far]
-            found[method, True] += sum(needle["found"] for needle in far)
-            found[method, False] += sum(x["found"] for x in entry["value"] if x not in far)
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    page = (ROOT / "results/extend/README.md").read_text(encoding="utf-8")
+            needles[what[0]["scaling"]] += entry["value"]
+    alone = "last 8,192 tokens alone"
+    for cell in json.loads((folder / "last.json").read_text("utf-8"))["results"]:
+        if cell["scaling"] == alone:
+            needles[alone] = [needle for each in cell["documents"] for needle in each["needles"]]
     names = {
         "as it is": "none", "YaRN": "yarn", "dynamic NTK": "dynamic", "NTK": "ntk",
         "limited distances": "limited", "leaky distances": "leaky", "shifted distances": "shifted",
+        "the last 8,192 alone": alone,
     }  # fmt: skip
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    questions = (ROOT / "docs/README.md").read_text(encoding="utf-8")
     for name, method in names.items():
-        mean = sum(nats[method]) / len(nats[method])
-        shown = [perplexity[method, 12288], f"{mean:.2f}"]
-        back = [str(found[method, far]) for far in (False, True)]
-        both = str(found[method, False] + found[method, True])
-        for text, counts in ((readme, [both]), (page, back)):
-            row, *_ = re.findall(rf"^\| \**{name}\b(?!, the last).*", text, re.M)
-            cells = [cell.split()[0] if cell.strip() else "" for cell in row.split("|")[3:-1]]
-            cells = cells if text is page else cells[:3]
-            assert [cells[0], cells[-1 - len(counts)]] == shown
-            assert cells[-len(counts) :] == counts
-    assert f"the last 8,192 alone | | {perplexity['attend-last', 8192]} |" in readme
+        near = [needle for needle in needles[method] if needle["distance"] <= 8192]
+        far = [needle for needle in needles[method] if needle["distance"] > 8192]
+        assert len(near) == 20 and len(far) == 10
+        nats = [sum(each["nats"] for each in part) / 7 / len(part) for part in (near, far)]
+        found = [str(sum(each["found"] for each in part)) for part in (near, far)]
+        probable = [f"{math.exp(-value):.0%}".replace("%", " %") for value in nats]
+        shown = [f"{value:.2f}" for value in nats]
+        read = perplexity["attend-last", 8192] if method == alone else perplexity[method, 12288]
+        assert cells_of_row(readme, name)[1:5] == [*probable, *found]
+        assert cells_of_row(page, name)[1:] == [read, *shown, *found]
+        if method != "ntk":
+            assert cells_of_row(questions, name, after="farther back |")[:3] == [shown[1], *found]
     (made,) = re.findall(r"^\| (.+?) \(`--method \w+`\) \|", readme, re.M)
     assert f'"{names[made]}", to=12288)' in readme
+
+
+def cells_of_row(text, name, after="\n"):
+    """What stands behind a name in the first table that has it, without "of 20" and such."""
+    _, _, text = text.partition(after)
+    pattern = rf"^\| (?:as it is, )?\**{name}\b(?!, the last)[^|]*\|(.*)\|$"
+    row = re.search(pattern, text, re.M)
+    return [re.sub(r" of \d+$", "", cell.strip()) for cell in row[1].split("|")]
 
 
 def test_the_ratios_of_the_study_of_sizes_are_those_of_its_results():

@@ -445,7 +445,7 @@ def applied(
 def recommended(length: int, to: int) -> MethodName:
     """The method to take where none was measured, for L and T in tokens (docs/README.md).
 
-    YaRN up to 2 L, because every engine runs it and its perplexity is level with that of the others
+    YaRN up to 2 L, because engines have it and its perplexity is level with that of the others
     there. Farther, limited distances: at 16 L YaRN has 1.4 times their perplexity.
     """
     return "yarn" if to <= 2 * length else "limited"

@@ -3,6 +3,7 @@
 The tasks, the engine and the store are those of any study; `coca_lab.evaluation.choice` decides.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -47,7 +48,8 @@ class Check:
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Header and rows: what may be said of every method within L, and what it does beyond.
 
-        Nats a digit are of the numbers in texts that are longer than L, up to L back and farther.
+        The probabilities of digits are of the numbers in texts that are longer than L, up to L back
+        and farther.
         """
         rows = []
         for each in (self.choice.base, self.choice.alone, *self.choice.others):
@@ -55,11 +57,10 @@ class Check:
             word = ""
             if each in self.choice.others:
                 word = each.word(self.choice.base, self.choice.margins)
-            back = mean_nats(pooled(each.back))
-            far = mean_nats(each.far)
-            row = [each.method + chosen, word, f"{back:.2f}", f"{far:.2f}", in_words(each.engines)]
-            rows.append(row)
-        return ["method", "within L", "up to L back", "farther", "runs in"], rows
+            back = f"{math.exp(-mean_nats(pooled(each.back))):.0%}"
+            far = f"{math.exp(-mean_nats(each.far)):.0%}"
+            rows.append([each.method + chosen, word, back, far, in_words(each.engines)])
+        return ["method", "within L", "digits up to L back", "digits farther back", "runs in"], rows
 
 
 def measurements_of_check(

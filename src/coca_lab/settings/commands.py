@@ -134,7 +134,7 @@ class ExtendSettings:
     of up to W tokens; leaky: beyond L/2 they grow so slowly that none reaches L (Leaky ReRoPE);
     yarn, dynamic, ntk, linear, llama3 and longrope change rotations; temperature is for models
     with layers without positions. auto takes the best by --check; without it yarn up to 2 L, which
-    every engine runs, and limited farther."""
+    other engines have, and limited farther."""
     options: dict[str, Any] = field(default_factory=dict)
     """Other options of the method by name (docs/conversion.md lists them)."""
     near: PositiveInt | None = None
