@@ -177,10 +177,16 @@ def _compare(
     choice = found.choice
     print(" ".join([choice.reason, *choice.warnings]))
     tables = [found.table(), *printed_tables(found.cells)]
+    columns = (
+        f"Perplexity of {to:,} tokens, and the probability of the digits of numbers that are hidden "
+        f"up to L = {length:,} tokens back, and farther:"
+    )
     if found.taken is not None:
+        print(columns)
         print_table(*found.table())
         print("The rule and all tables are in the model card, README.md.")
     else:  # there is no card
+        print(columns)
         for table in tables:
             print_table(*table)
         print(RULE)
@@ -188,7 +194,7 @@ def _compare(
             "no method is taken, so nothing is written: name one by --method, or let more "
             "documents decide (--check-documents)"
         )
-    said = " ".join([choice.reason, *choice.warnings, RULE])
+    said = " ".join([choice.reason, *choice.warnings, RULE, columns])
     return found.taken, "\n\n".join([said, *(markdown_table(*table) for table in tables)])
 
 

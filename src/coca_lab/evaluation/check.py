@@ -4,16 +4,17 @@ The tasks, the engine and the store are those of any study; `coca_lab.evaluation
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from coca_attention.errors import UserError
 from coca_attention.models import METHODS
-from coca_lab.evaluation.choice import Choice, Read, in_words, pooled
+from coca_attention.models.methods import PACKAGE, UNTRIED
+from coca_lab.evaluation.choice import Choice, Read, pooled
 from coca_lab.evaluation.needles import NEEDLES_TASK, last_alone, scores_of
-from coca_lab.evaluation.perplexity import PERPLEXITY_TASK
+from coca_lab.evaluation.perplexity import ATTEND_LAST, PERPLEXITY_TASK
 from coca_lab.evaluation.task import Cell, Measurement, Model
-from coca_lab.intervals import DocumentScore, mean_nats
+from coca_lab.intervals import DocumentScore, mean_nats, perplexity
 from coca_lab.settings.commands import CheckSettings
 from coca_lab.settings.evaluations import NeedleSettings, PerplexitySettings
 from coca_lab.settings.sources import TextSettings
@@ -48,19 +49,26 @@ class Check:
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Header and rows: what may be said of every method within L, and what it does beyond.
 
-        The probabilities of digits are of the numbers in texts that are longer than L, up to L back
-        and farther.
+        Perplexity is that of the longest texts. Beside it are the probabilities of digits of the
+        numbers in texts that are longer than L, up to L back and farther. Engines in which nothing
+        has run are left out.
         """
         rows = []
         for each in (self.choice.base, self.choice.alone, *self.choice.others):
-            chosen = " (taken)" if each is self.choice.taken else ""
+            name = each.method
             word = ""
             if each in self.choice.others:
+                name = self.methods[name].method
                 word = each.word(self.choice.base, self.choice.margins)
+            if each is self.choice.taken:
+                name = f"{name} (taken)"
             back = f"{math.exp(-mean_nats(pooled(each.back))):.0%}"
             far = f"{math.exp(-mean_nats(each.far)):.0%}"
-            rows.append([each.method + chosen, word, back, far, in_words(each.engines)])
-        return ["method", "within L", "digits up to L back", "digits farther back", "runs in"], rows
+            engines = ", ".join(engine for engine in each.engines if engine not in UNTRIED)
+            if each.engines == PACKAGE:
+                engines = "this package"
+            rows.append([name, word, f"{perplexity(each.whole):.2f}", back, far, engines])
+        return ["method", "within L", "perplexity", "up to L back", "farther", "runs in"], rows
 
 
 def measurements_of_check(
@@ -133,10 +141,10 @@ def check_of_cells(
     base = MethodSettings()
     quantised = quantised_by(model.path, model.module.config) if model.path else None
     first, *others = (
-        _read(cells, method.name, method, length, quantised) for method in (base, *methods)
+        _read(cells, {method.name}, method, length, quantised) for method in (base, *methods)
     )
     last = last_alone(length)
-    alone = replace(_read(cells, last, base, length, quantised), method=last)
+    alone = replace(_read(cells, {ATTEND_LAST, last}, base, length, quantised), method=last)
     return Check(
         cells=cells,
         choice=Choice(
@@ -171,22 +179,21 @@ def engines_of(method: str, quantised: str | None) -> tuple[str, ...]:
 
 def _read(
     cells: Sequence[Cell],
-    scaling: str,
+    scalings: Collection[str],
     method: MethodSettings,
     length: int,
     quantised: str | None,
 ) -> Read:
     """What one method has read, in the cells with a name of it."""
-    perplexity: dict[int, list[DocumentScore]] = {}
+    windows: dict[int, list[DocumentScore]] = {}
     near: dict[int, list[DocumentScore]] = {}
     back: dict[int, list[DocumentScore]] = {}
     beyond: dict[int, list[DocumentScore]] = {}
     for cell in cells:
-        if cell["scaling"] != scaling:
+        if cell["scaling"] not in scalings:
             continue
         if cell["task"] == "perplexity":
-            if cell["window"] <= length:
-                perplexity[cell["window"]] = [DocumentScore.of(x) for x in cell["documents"]]
+            windows[cell["window"]] = [DocumentScore.of(x) for x in cell["documents"]]
         elif cell["length"] <= length:
             near[cell["length"]] = scores_of(cell["documents"])
         else:
@@ -196,7 +203,8 @@ def _read(
     return Read(
         method=method.name,
         engines=engines_of(method.method, quantised),
-        perplexity=perplexity,
+        perplexity={window: scores for window, scores in windows.items() if window <= length},
+        whole=windows[max(windows)],
         near=near,
         back=back,
         beyond=beyond,

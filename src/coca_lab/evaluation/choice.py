@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from coca_attention.models.methods import UNTRIED
+from coca_attention.models.methods import PACKAGE, UNTRIED
 from coca_lab.intervals import DocumentScore, differences, mean_nats, nats_interval, student
 from coca_lab.settings.commands import Margins
 
@@ -19,7 +19,7 @@ RULE = (
     "the text. It loses if an interval lies above 0. Otherwise there are too few documents to "
     "tell. Beyond L, the methods that show no loss are compared by the probability that they give "
     "to the digits of the needles. If the documents show no difference between the best and "
-    "others, the one of them that most engines run is taken."
+    "others, the one of them that most engines run without this package is taken."
 )
 
 
@@ -100,6 +100,7 @@ class Read:
         method: Its name; the model as it is has another object.
         engines: What runs the result.
         perplexity: Scores of the same documents within L, by length in tokens.
+        whole: Scores of the same documents at the longest length.
         near: Those of the needles within L, by length of the text.
         back: Those of the needles in texts longer than L, at distances up to L.
         beyond: Those of the needles in texts longer than L, at distances beyond L.
@@ -109,6 +110,7 @@ class Read:
     method: str
     engines: Sequence[str]
     perplexity: Mapping[int, list[DocumentScore]]
+    whole: list[DocumentScore]
     near: Mapping[int, list[DocumentScore]]
     back: Mapping[int, list[DocumentScore]]
     beyond: Mapping[int, list[DocumentScore]]
@@ -157,6 +159,12 @@ def pooled(by_length: Mapping[int, list[DocumentScore]]) -> list[DocumentScore]:
             nats[score.id] = nats.get(score.id, 0.0) + score.nats
             digits[score.id] = digits.get(score.id, 0) + score.tokens
     return [DocumentScore(name, nats[name], digits[name]) for name in nats]
+
+
+def _above_zero(pairs: Sequence[DocumentScore]) -> bool:
+    """Whether the 95 % interval of differences lies above 0."""
+    interval = nats_interval(pairs)
+    return interval is not None and interval[0] > 0
 
 
 def in_words(engines: Sequence[str]) -> str:
@@ -209,17 +217,17 @@ class Choice:
         if self.best is None:
             return None
         level = [each for each in self.candidates if not self._parted(each)]
-        most = max(len(each.engines) for each in level)
-        most_run = [each for each in level if len(each.engines) == most]
+        # What runs in Transformers runs there with this package, too.
+        engines = [len({*each.engines}.difference(PACKAGE)) for each in level]
+        most_run = [
+            each for each, count in zip(level, engines, strict=True) if count == max(engines)
+        ]
         return min(most_run, key=lambda each: mean_nats(each.far)) if self.finds else most_run[0]
 
     def _parted(self, each: Read) -> bool:
         """Whether a candidate is worse than the best beyond L."""
         assert self.best is not None
-        if each is self.best:
-            return False
-        interval = nats_interval(differences(each.far, self.best.far))
-        return interval is not None and interval[0] > 0
+        return each is not self.best and _above_zero(differences(each.far, self.best.far))
 
     @property
     def finds(self) -> bool:
@@ -270,10 +278,15 @@ class Choice:
         if not mean_nats(taken.far) < mean_nats(self.alone.far):
             said.append(f"Beyond L {taken.method} is no better than the {self.alone.method}.")
         lost = differences(pooled(taken.back), pooled(self.alone.back))
-        interval = nats_interval(lost)
-        if interval is not None and interval[0] > 0:
+        if _above_zero(lost):
             said.append(
                 f"In longer texts numbers up to L back cost {taken.method} {mean_nats(lost):.2f} "
                 f"nats a digit more than the {self.alone.method}."
+            )
+        lost = differences(taken.whole, self.alone.whole)
+        if _above_zero(lost):
+            said.append(
+                f"The perplexity of the longest texts is {math.expm1(mean_nats(lost)):.1%} higher "
+                f"with {taken.method} than that of the {self.alone.method}."
             )
         return said

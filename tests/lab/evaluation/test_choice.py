@@ -8,11 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from coca_attention.models import METHODS
 from coca_lab.evaluation.choice import GUESS, Choice, Margins, Read, loss_of
 from coca_lab.intervals import DocumentScore
 
 RESULTS = Path(__file__).parents[3] / "results" / "smollm2" / "perplexity.jsonl"
-ENGINES = {"yarn": ("Transformers", "vLLM"), "shifted": ("this package",), "ntk": ("Transformers",)}
+ENGINES = {name: row.engines for name, row in METHODS.items()} | {
+    "yarn": ("Transformers", "vLLM"),
+    "ntk": ("Transformers",),
+}
 
 
 def scores(nats, tokens=100):
@@ -81,12 +85,13 @@ def test_two_percent_more_perplexity_is_rarely_called_lossless(documents, tails)
             assert words.count("loses") > 500
 
 
-def read(method, far, within=0.0, near=0.4, back=(0.4, 0.5, 0.4)):
+def read(method, far, within=0.0, near=0.4, back=(0.4, 0.5, 0.4), whole=(3.0, 3.2, 2.9)):
     """What a method reads: nats a digit beyond L, and what is lost within L and up to L back."""
     return Read(
         method=method,
         engines=ENGINES.get(method, ()),
         perplexity={4096: scores(np.array([3.0, 3.2, 2.9]) + within)},
+        whole=scores(whole),
         near={4096: scores(np.array([near, near + 0.1, near]), 70)},
         back={8192: scores(back, 70)},
         beyond={8192: scores(far, 70), 12288: scores(np.array(far) + 0.2, 70)},
@@ -147,5 +152,17 @@ def test_what_longer_texts_cost_up_to_the_training_length_back_is_said():
         "In longer texts numbers up to L back cost yarn 0.22 nats a digit more than the last 4,096 "
         "tokens alone."
     )
-    level = read("yarn", [1.0, 1.1, 1.2], back=(0.3, 0.7, 0.65))
+    level = read("yarn", [1.0, 1.1, 1.2], back=(0.3, 0.7, 0.65), whole=(3.1, 3.1, 2.9))
     assert not choice_of(base, level).warnings
+    (said,) = choice_of(base, read("yarn", [1.0, 1.1, 1.2], whole=(3.1, 3.31, 2.99))).warnings
+    assert said == (
+        "The perplexity of the longest texts is 10.5% higher with yarn than that of the last 4,096 "
+        "tokens alone."
+    )
+
+
+def test_what_runs_without_this_package_is_taken_before_what_needs_it():
+    base = read("base", [2.2, 2.4, 2.3])
+    limited = read("limited", [0.6, 0.7, 0.5])
+    dynamic = read("dynamic", [0.7, 0.5, 0.65])
+    assert choice_of(base, limited, dynamic).taken is dynamic
