@@ -178,7 +178,7 @@ def _compare(
     print(" ".join([choice.reason, *choice.warnings]))
     tables = [found.table(), *printed_tables(found.cells)]
     columns = (
-        f"Perplexity of {to:,} tokens, and the probability of the digits of numbers that are hidden "
+        f"Perplexity of {to:,} tokens, and the probability of the digits of numbers hidden "
         f"up to L = {length:,} tokens back, and farther:"
     )
     if found.taken is not None:
