@@ -283,7 +283,7 @@ def test_a_refused_evaluation_leaves_no_folder(place, tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.txt").write_text("short")
     assert main(["eval", "perplexity", str(place.model), "--source", "short.txt"]) == 2
-    assert "(--skip-short)" in capsys.readouterr().err
+    assert "set --skip-short to" in capsys.readouterr().err
     assert [each.name for each in tmp_path.iterdir()] == ["short.txt"]
 
 
