@@ -5,7 +5,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from pickle import UnpicklingError
@@ -26,6 +26,7 @@ from coca_lab.files import (
     check_writable,
     hold,
     known_problem,
+    no_empty_folders,
     read_json,
     sync,
     write_json,
@@ -75,9 +76,8 @@ def claim(
     An error before the first step leaves nothing in it. ``written`` is the recipe as YAML, and
     ``inputs`` are fingerprints of what it names.
     """
-    is_new = not output.exists()
-    check_writable(output / RECIPE_FILE)
-    try:
+    with no_empty_folders(output / RECIPE_FILE):
+        check_writable(output / RECIPE_FILE)
         with hold(output / LOCK_FILE):
             if has_begun(output):
                 check_same_recipe(recipe, output / RECIPE_FILE, {"model.dtype", *may_change})
@@ -94,10 +94,6 @@ def claim(
                 if not has_begun(output) and not (output / "logs").exists():
                     remove_start(output)
                 raise
-    finally:
-        if is_new:
-            with suppress(OSError):  # it has files
-                output.rmdir()
 
 
 def remove_start(output: Path) -> None:
