@@ -42,7 +42,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "serve": ("serve", "Serve models behind an interface like OpenAI's."),
     },
     "look": {
-        "report": ("look", "Turn result files, or folders of runs, into one page."),
+        "report": ("report", "Turn result files, or folders of runs, into one page."),
         "info": ("look", "Print versions and hardware, or the configuration of a model."),
     },
 }

@@ -1,20 +1,12 @@
-"""Commands that show what there is: a report, a model and this machine."""
+"""The command that shows what there is: a model, or this machine."""
 
 import torch
 
 from coca_lab.environment import describe_environment
 from coca_lab.folders import facts
 from coca_lab.loading import model_without_weights
-from coca_lab.report import write_report
-from coca_lab.settings.commands import ReportSettings
 
 Rows = list[tuple[str, str]]
-
-
-def report_command(paths: list[str], settings: ReportSettings) -> None:
-    """Turn result files, or folders of runs and studies, into one self-contained page."""
-    page = write_report(paths, **vars(settings))
-    print(f"Report: {page}")
 
 
 def info_command(path: str | None) -> None:

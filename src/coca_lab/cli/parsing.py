@@ -157,10 +157,6 @@ def check_paths(command: str, values: list[Any]) -> None:
             check_model_folder(path)
         elif name == "target" and not Path.cwd().is_relative_to(Path(path).resolve()):
             check_new(Path(path).resolve())
-        elif name == "results+":
-            for each in path:
-                if not Path(each).exists():
-                    raise UserError(f"{each}: cannot be read: there is no such file or folder")
 
 
 def command_parser(name: str, summary: str, short: bool = False) -> ArgumentParser:
