@@ -193,7 +193,7 @@ def as_typed_in(name: str, message: str) -> str:
 
     The fields of a file keep their names: most are set there.
     """
-    if name in FILES:
+    if name in FILES or "`" not in message:  # a parser takes 50 ms to make
         return message
     return as_typed(message, option_names(command_parser(name, "")))
 
