@@ -5,7 +5,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from pickle import UnpicklingError
@@ -282,20 +282,15 @@ def sorted_checkpoints(folder: Path) -> list[Path]:
     return sorted(steps, key=steps.__getitem__, reverse=True)
 
 
-def _is_whole(checkpoint: Path) -> bool:
-    """Whether it was written to its end."""
-    if (checkpoint / UNFINISHED).exists():
-        return False
-    try:
-        int(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))["global_step"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False
-    return True
-
-
 def last_checkpoint(folder: Path) -> Path | None:
-    """The latest complete checkpoint in a folder, or None."""
-    return next(filter(_is_whole, sorted_checkpoints(folder)), None)
+    """The latest checkpoint in a folder that was written to its end, or None."""
+    for checkpoint in sorted_checkpoints(folder):
+        if (checkpoint / UNFINISHED).exists():
+            continue
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            int(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))["global_step"])
+            return checkpoint
+    return None
 
 
 def last_state(folder: Path) -> tuple[Path | None, TrainerState]:
