@@ -125,7 +125,7 @@ def option_parser(
         optional: dict[str, type] = {}  # its fields that are another dataclass, or None
         for name, kind in get_type_hints(each).items():
             first, *others = _alternatives(kind)
-            if is_dataclass(first) and others == [NoneType]:
+            if isinstance(first, type) and is_dataclass(first) and others == [NoneType]:
                 optional[name] = first
         parser.add_class_arguments(each, skip={TASK_FIELD, *optional})
         sections |= optional
