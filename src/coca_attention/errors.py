@@ -59,7 +59,7 @@ def check_is_loaded(model: object) -> None:
             "AutoModelForCausalLM.from_pretrained; the commands coca extend and coca convert take "
             "its folder or name"
         )
-    if not hasattr(model, "config"):
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
         name = model.__name__ if isinstance(model, type) else type(model).__name__
         raise UserError(
             f"expected a Transformers model, got {name}: for a module of your own use "

@@ -172,7 +172,7 @@ class _Attempt:
     job: Job
     item: Item
     tries: int = 0
-    computing: set[str] = field(default_factory=set)  # keys, as text, while it runs
+    keys: list[str] = field(default_factory=list)  # as text, of what was missing when it began
 
 
 @dataclass
@@ -208,28 +208,30 @@ class Engine:
         """
         queue = deque(self._begin(jobs))
         running = dict[Future[Outcome], _Attempt]()
+        # Jobs may ask for the same: by the key that is computed, as text, what waits for it.
+        waiting = dict[str, list[_Attempt]]()
         try:
             while queue or running:
                 slots = self.executor.slots
-                held = list[_Attempt]()
                 while queue and len(running) < slots:
                     attempt = queue.popleft()
-                    # Jobs may ask for the same: one of them has computed it since, or does so now.
                     attempt.item = attempt.item.missing(self.store)
-                    keys = {as_text(key) for key in attempt.item.keys}
-                    if not keys:
+                    attempt.keys = list(dict.fromkeys(map(as_text, attempt.item.keys)))
+                    computed = next((key for key in attempt.keys if key in waiting), None)
+                    if not attempt.keys:  # computed since for another job
                         queue.extendleft(reversed(self._end(attempt, None)))
-                    elif any(keys & other.computing for other in running.values()):
-                        held.append(attempt)
+                    elif computed is not None:
+                        waiting[computed].append(attempt)
                     else:
-                        attempt.computing = keys
+                        waiting.update((key, []) for key in attempt.keys)
                         running[self._submitted(attempt.item)] = attempt
-                queue.extendleft(reversed(held))
                 done, _ = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
                 meanwhile()
                 for future in done:
                     attempt = running.pop(future)
                     error = self._keep(attempt.item, future)
+                    for key in attempt.keys:
+                        queue.extendleft(reversed(waiting.pop(key)))
                     attempt.tries += 1
                     is_final = error is None or isinstance(error, UserError)
                     if not is_final and attempt.tries < ATTEMPTS:

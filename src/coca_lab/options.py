@@ -122,7 +122,11 @@ def option_parser(
     parser = _Parser(program, exit_on_error=False, **options)
     sections = dict(sections or {})
     for each in classes:
-        optional = _optional_sections(each)
+        optional: dict[str, type] = {}  # its fields that are another dataclass, or None
+        for name, kind in get_type_hints(each).items():
+            first, *others = _alternatives(kind)
+            if isinstance(first, type) and is_dataclass(first) and others == [NoneType]:
+                optional[name] = first
         parser.add_class_arguments(each, skip={TASK_FIELD, *optional})
         sections |= optional
     for name, section in sections.items():
@@ -152,16 +156,6 @@ def option_names(parser: ArgumentParser) -> list[str]:
     return [each.dest for each in parser._actions if hasattr(each, "_typehint") and each.nargs != 0]
 
 
-def _optional_sections(theclass: type) -> dict[str, type]:
-    """The fields of a dataclass that are another dataclass, or None."""
-    found = {}
-    for name, kind in get_type_hints(theclass).items():
-        first, *others = _alternatives(kind)
-        if is_dataclass(first) and others == [NoneType]:
-            found[name] = first
-    return found
-
-
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
     """The members of a union, or the type itself, without constraints."""
     if get_origin(annotation) is Annotated:
@@ -181,8 +175,16 @@ def read_options(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
 
 
 def _from_file(parser: ArgumentParser, content: Values) -> Namespace:
-    """What the content of a file sets."""
-    _check_sections(parser, content)
+    """What the content of a file sets; its top has known names, and fields in its sections."""
+    names = option_names(parser)
+    sections = [name.partition(".")[0] for name in names]
+    for name, value in content.items():
+        if name in names:
+            continue
+        if name not in sections:
+            raise UserError(f"{name}: there is no such field{did_you_mean(str(name), sections)}")
+        if not isinstance(value, dict):
+            raise UserError(f"{name}: expected fields with their values, got {value!r}")
     try:
         given = parser.parse_object(deepcopy(content), defaults=False)
         parser.validate(given, skip_unset=False)
@@ -207,18 +209,6 @@ def _instances(parser: ArgumentParser, given: Namespace, names: Collection[str])
     built = parser.instantiate(given)
     there = {*names, *vars(given)}
     return Namespace({name: value for name, value in vars(built).items() if name in there})
-
-
-def _check_sections(parser: ArgumentParser, content: Values) -> None:
-    """Raise UserError unless the top of a file has known names, and fields in its sections."""
-    has_fields = [name.partition(".")[0] for name in option_names(parser)]
-    for name, value in content.items():
-        if name in option_names(parser):
-            continue
-        if name not in has_fields:
-            raise UserError(f"{name}: there is no such field{did_you_mean(str(name), has_fields)}")
-        if not isinstance(value, dict):
-            raise UserError(f"{name}: expected fields with their values, got {value!r}")
 
 
 def _spelled(parser: ArgumentParser, words: Sequence[str]) -> Iterator[str]:

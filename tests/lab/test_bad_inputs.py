@@ -283,8 +283,12 @@ def test_a_refused_evaluation_leaves_no_folder(place, tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.txt").write_text("short")
     assert main(["eval", "perplexity", str(place.model), "--source", "short.txt"]) == 2
-    assert "(--skip-short)" in capsys.readouterr().err
+    assert "set --skip-short to" in capsys.readouterr().err
     assert [each.name for each in tmp_path.iterdir()] == ["short.txt"]
+    (tmp_path / "study.yaml").write_text("{title: A, models: {A: {path: /nothing}}, passkey: {}}")
+    assert main(["study", "study.yaml"]) == 2
+    assert "/nothing: there is no such folder" in capsys.readouterr().err
+    assert {each.name for each in tmp_path.iterdir()} == {"short.txt", "study.yaml"}
 
 
 def test_results_of_another_measurement_are_kept(place, capsys):

@@ -251,6 +251,32 @@ def test_what_two_jobs_ask_for_at_once_is_computed_once():
     assert sorted(said) == sorted([*done, failed, failed])
 
 
+def test_what_waits_is_looked_at_again_only_when_its_key_is_there():
+    """All of it at every end would be thousands of looks here."""
+    others = range(1, 51)
+    left, looks = {*others}, []
+    all_others = threading.Event()
+
+    class Counting(Store):
+        def __contains__(self, key):
+            looks.append(key)
+            return super().__contains__(key)
+
+    def work(numbers):
+        left.discard(numbers[0])
+        if not left:
+            all_others.set()
+        if numbers == [0]:
+            assert all_others.wait(timeout=60)
+        return square(numbers)
+
+    jobs = [Job(items_of(work, [number])) for number in (*[0] * 50, *others)]
+    engine = Engine(Counting(), executor=Threads())
+    engine.follow(jobs)
+    assert engine.store.get({"square": 50}) == 2500 and all(job.has_ended for job in jobs)
+    assert len(looks) == 2 * 100 + 49  # in the beginning, when its turn comes, and after a wait
+
+
 def killing(folder):
     """Work on the numbers 0 to 7; some kill their processes, and each leaves a file a try."""
 

@@ -56,6 +56,10 @@ def test_an_unsupported_model_lists_the_families():
     assert all(name in str(caught.value) for name, _ in FAMILIES.values())
     with pytest.raises(ValueError, match=r"expected a Transformers model, got Linear.*CoCAAtt"):
         convert(torch.nn.Linear(4, 4), "rope")
+    own = torch.nn.Linear(4, 4)
+    own.config = AutoConfig.for_model("llama", **SIZES)
+    with pytest.raises(ValueError, match="Linear cannot be converted: supported are the models of"):
+        convert(own, "rope")
 
 
 LENGTH = "must be a whole number from 1, got"

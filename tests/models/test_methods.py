@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from doctest import DocTestFinder, DocTestRunner
 from itertools import cycle, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -294,7 +295,9 @@ def test_what_is_no_loaded_model_is_refused(given):
     for take in takers:
         with pytest.raises(UserError, match=r"expected a loaded model, got .*: load it first"):
             take(given)
-    for other in (torch.nn.Linear(3, 3), torch.nn.Linear):
+    own = torch.nn.Linear(3, 3)
+    own.config = SimpleNamespace(n_embd=3)  # as in nanoGPT
+    for other in (torch.nn.Linear(3, 3), torch.nn.Linear, own):
         for take in takers:
             with pytest.raises(UserError, match=r"^expected a Transformers model, got Linear: "):
                 take(other)

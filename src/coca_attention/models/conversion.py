@@ -154,17 +154,12 @@ def _warn_if_unaffected(config: PreTrainedConfig) -> None:
 def _find_family(model: PreTrainedModel) -> tuple[Family, type]:
     """The family of a vanilla model, and its new class."""
     name = type(model).__name__
-    if not isinstance(model, PreTrainedModel) and not hasattr(model, "merge_and_unload"):
-        raise UserError(
-            f"expected a Transformers model, got {name}: for a module of your own use "
-            "CoCAAttention as its attention layer"
-        )
     if isinstance(model, CollinearHead | CollinearModel):
         raise UserError(
             f"{name} has its attention from this package already, by convert or extend_context: "
             "start from the model that it was made from"
         )
-    if isinstance(model.base_model, CollinearModel):
+    if isinstance(getattr(model, "base_model", None), CollinearModel):
         raise UserError(
             f"the decoder of this {name} was converted separately: convert the language model "
             "instead"

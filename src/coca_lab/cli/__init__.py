@@ -42,7 +42,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "serve": ("serve", "Serve models behind an interface like OpenAI's."),
     },
     "look": {
-        "report": ("look", "Turn result files, or folders of runs, into one page."),
+        "report": ("report", "Turn result files, or folders of runs, into one page."),
         "info": ("look", "Print versions and hardware, or the configuration of a model."),
     },
 }
@@ -56,7 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
-    show_messages()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # help and answers are not ASCII alone
     try:
@@ -143,6 +142,7 @@ def _run_command(
     # Imports pydantic, of the extra.
     from coca_lab.cli.parsing import as_typed_in, check_paths, parse
 
+    show_messages(full_name)
     try:
         values = parse(full_name, summary, words)
         check_paths(full_name, values)
@@ -205,10 +205,16 @@ def choose(program: str, words: list[str], groups: Mapping[str, Mapping[str, str
 
 
 class _Lines(logging.Handler):
-    """Writes messages to the standard error of the moment, above a bar or with the time of day."""
+    """Writes messages of a command to standard error, above a bar or with the time of day."""
+
+    def __init__(self, command: str) -> None:
+        super().__init__()
+        self.command = command
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = self.format(record)
+        from coca_lab.cli.parsing import as_typed_in  # imports pydantic, of the extra
+
+        text = as_typed_in(self.command, self.format(record))
         if record.levelno >= logging.WARNING:
             text = f"coca: warning: {text}"
         if not sys.stderr.isatty():
@@ -220,10 +226,10 @@ class _Lines(logging.Handler):
                 print(text, file=sys.stderr)
 
 
-def show_messages() -> None:
-    """Show what the two packages log from now on, each message in a line of its own."""
+def show_messages(command: str) -> None:
+    """Show what the two packages log in a command, each message in a line of its own."""
     for package in ("coca_attention", "coca_lab"):
         log = logging.getLogger(package)
         log.setLevel(logging.INFO)
-        if not any(isinstance(handler, _Lines) for handler in log.handlers):
-            log.addHandler(_Lines())
+        log.handlers = [each for each in log.handlers if not isinstance(each, _Lines)]
+        log.addHandler(_Lines(command))

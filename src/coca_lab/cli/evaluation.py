@@ -68,7 +68,7 @@ def study_command(name: str, overrides: list[str], chosen: Namespace) -> None:
     from coca_lab import studies  # and all that trains models, a second for other commands
 
     study = studies.load_study(name, overrides)
-    with ProgressBar() as advance:
+    with no_empty_folders(chosen.output / studies.REPORT_FILE), ProgressBar() as advance:
         results = studies.run_study(
             study, chosen.output, progress=advance, ray=chosen.ray, workers=chosen.workers
         )

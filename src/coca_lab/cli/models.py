@@ -18,6 +18,7 @@ from coca_attention.models.configuration import (
 from coca_attention.models.conversion import Conversion
 from coca_attention.models.methods import METHODS, extend_context, extended_lengths, recommended
 from coca_lab.cli.console import ProgressBar, markdown_table, print_table
+from coca_lab.cli.parsing import as_typed_in
 from coca_lab.engine import Engine
 from coca_lab.evaluation.check import check_of_cells, engines_of, measurements_of_check
 from coca_lab.evaluation.choice import RULE, in_words
@@ -153,7 +154,7 @@ def _compare(
         try:
             extend_context(deepcopy(plain), method, to=to, length=length, **options)
         except UserError as error:
-            refused[method] = str(error)
+            refused[method] = as_typed_in("extend", str(error))
         else:
             methods.append(MethodSettings(method, to / length, options, wanted.length))
     if not methods:

@@ -216,7 +216,7 @@ class Endpoint:
             except TimeoutError:
                 self.failed = self._error(
                     f"no answer within {TRIES} times {self.timeout:g} s: see whether it works, or "
-                    "set a longer --timeout, or fewer --requests at once"
+                    "set a longer `timeout`, or fewer `requests` at once"
                 )
                 raise self.failed from None
             except openai.APIStatusError as error:

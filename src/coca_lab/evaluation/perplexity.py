@@ -41,6 +41,7 @@ def load_text(
     """Tokenised documents of a source, each of at least so many tokens, or a UserError."""
     check_text(settings, at_least)
     documents = documents_of(settings, settings.held_out, from_held_out=settings.held_out > 0)
+    skip_short = settings.source == "stdlib" if settings.skip_short is None else settings.skip_short
     chosen: list[TokenDocument] = []
     short, longest = 0, 0
     for document, ids in encode_documents(documents, tokenizer, batch=8):
@@ -48,13 +49,13 @@ def load_text(
             chosen.append(TokenDocument(document.id, torch.tensor(ids[: settings.max_tokens])))
             if len(chosen) == settings.max_documents:
                 break
-        elif settings.skip_short or settings.source == "stdlib":  # few of its files are long
+        elif skip_short:
             short += 1
             longest = max(longest, len(ids[: settings.max_tokens]))
         else:
             raise UserError(
                 f"document {document.id!r} has {len(ids)} tokens and the largest window needs "
-                f"{at_least}: use smaller windows, or skip short documents (--skip-short)"
+                f"{at_least}: use smaller windows, or set `skip_short` to skip short documents"
             )
     if not chosen:
         raise UserError(

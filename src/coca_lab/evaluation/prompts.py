@@ -126,7 +126,7 @@ def measure_ruler(
         if closing.rstrip().endswith(THINK):
             log.warning(
                 "%s: the chat template ends in %s, so what is scored is what the model thinks: set "
-                "--thinking off, if the template takes it",
+                "`thinking` to off, if the template takes it",
                 model.name,
                 THINK,
             )

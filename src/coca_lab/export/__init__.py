@@ -188,16 +188,12 @@ def export_native(
         written.eval()
         tokens = min(length, 2 * config.sliding_window, READ)
         ids = some_tokens(written, batch=1, length=tokens)
-        _check_difference("the folder", _error(written, exact, ids), ROUND_OFF)
+        ours, theirs = (logits(each, ids, logits_to_keep=LAST) for each in (written, exact))
+        _check_difference("the folder", difference(ours, theirs), ROUND_OFF)
         if gguf:
             bound = ROUND_OFF if native.dtype == torch.float32 else HALF_ROUND_OFF
             _check_difference("llama.cpp", _error_in_llama_cpp(file, source, written, ids), bound)
     return native
-
-
-def _error(written: PreTrainedModel, model: PreTrainedModel, ids: Tensor) -> float:
-    ours, theirs = (logits(each, ids, logits_to_keep=LAST) for each in (written, model))
-    return difference(ours, theirs)
 
 
 def _error_in_llama_cpp(

@@ -66,18 +66,14 @@ class LineChart:
     level: float | None = None
     bars: bool = True
 
-    def _complete(self) -> Frame:
-        """The finite points, with all columns."""
+    def drawn(self) -> Frame:
+        """The finite points, with all columns: of more than `MOST` lines a choice."""
         every = {"low": np.nan, "high": np.nan, **LOOKS}
         missing = {name: of for name, of in every.items() if name not in self.points}
         points = self.points.assign(**missing).fillna(LOOKS)
         points = points.astype({"y": float, "low": float, "high": float})
         points["colour"] = points["colour"].where(points["colour"] != "", points["line"])
-        return points[np.isfinite(points["y"])]
-
-    def drawn(self) -> Frame:
-        """The points that are drawn, with all columns: of more than `MOST` lines a choice."""
-        points = self._complete()
+        points = points[np.isfinite(points["y"])]
         lines = points.drop_duplicates("line").set_index("line")["colour"]
         if len(lines) <= MOST:
             return points

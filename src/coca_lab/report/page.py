@@ -12,7 +12,7 @@ from jinja2 import Environment, StrictUndefined
 from coca_attention.errors import UserError
 from coca_lab.cells import Content
 from coca_lab.files import check_output, write_text
-from coca_lab.report.charts import COLOURS, LineChart, Palette
+from coca_lab.report.charts import COLOURS, Palette
 from coca_lab.report.groups import Cells, models_of, tell_apart, without_copies
 from coca_lab.report.result_files import (
     ResultFile,
@@ -188,21 +188,15 @@ def glossary(tasks: Tasks) -> dict[str, str]:
 def _shown(section: Section, number: int, palette: Palette) -> dict[str, object]:
     """The section, its pictures, and its table as CSV."""
     table = f"data:text/csv;charset=utf-8,{quote(section.csv())}" if section.rows else ""
-    drawn = None
+    drawn = {}
     if section.chart:
-        drawn = _drawn(section.title, section.chart, f"s{number}", palette)
+        from coca_lab.report import drawing  # here, since Altair takes half a second
+
+        drawn["words"] = f"{section.title}. {section.chart.words()}"
+        for name, width in {"wide": drawing.WIDE, "narrow": drawing.NARROW}.items():
+            picture = drawing.specification(section.chart, palette, width)
+            drawn[name] = drawing.static_svg(picture, f"s{number}{name[0]}")
     return {"section": section, "drawn": drawn, "csv": table}
-
-
-def _drawn(title: str, chart: LineChart, prefix: str, palette: Palette) -> dict[str, str]:
-    """A chart in words, and as pictures for wide and narrow pages."""
-    from coca_lab.report import drawing  # here, since Altair takes half a second
-
-    pictures = {"words": f"{title}. {chart.words()}"}
-    for name, width in {"wide": drawing.WIDE, "narrow": drawing.NARROW}.items():
-        picture = drawing.specification(chart, palette, width)
-        pictures[name] = drawing.static_svg(picture, prefix + name[0])
-    return pictures
 
 
 def _members(cells: Cells) -> str:

@@ -142,7 +142,7 @@ class RulerSettings(SourceSettings, PromptSettings):
 
     def __post_init__(self) -> None:
         if self.thinking != "default" and not self.chat:
-            raise UserError("`thinking` is said in the chat template: set --chat")
+            raise UserError("`thinking` is said in the chat template: set `chat`")
 
 
 @dataclass

@@ -51,9 +51,9 @@ class TextSettings(SourceSettings):
     """Maximum number of documents."""
     max_tokens: PositiveInt | None = None
     """Truncate every document to this many tokens."""
-    skip_short: bool = False
-    """Skip documents shorter than the largest window instead of reporting an error; those of stdlib
-    always are."""
+    skip_short: bool | None = None
+    """Skip documents shorter than the largest window instead of reporting an error; by default
+    those of stdlib, whose files are mostly short, and no others."""
 
 
 def check_text(settings: TextSettings, at_least: int) -> None:

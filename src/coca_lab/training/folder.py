@@ -26,6 +26,7 @@ from coca_lab.files import (
     check_writable,
     hold,
     known_problem,
+    no_empty_folders,
     read_json,
     sync,
     write_json,
@@ -75,9 +76,8 @@ def claim(
     An error before the first step leaves nothing in it. ``written`` is the recipe as YAML, and
     ``inputs`` are fingerprints of what it names.
     """
-    is_new = not output.exists()
-    check_writable(output / RECIPE_FILE)
-    try:
+    with no_empty_folders(output / RECIPE_FILE):
+        check_writable(output / RECIPE_FILE)
         with hold(output / LOCK_FILE):
             if has_begun(output):
                 check_same_recipe(recipe, output / RECIPE_FILE, {"model.dtype", *may_change})
@@ -94,10 +94,6 @@ def claim(
                 if not has_begun(output) and not (output / "logs").exists():
                     remove_start(output)
                 raise
-    finally:
-        if is_new:
-            with suppress(OSError):  # it has files
-                output.rmdir()
 
 
 def remove_start(output: Path) -> None:
@@ -286,20 +282,15 @@ def sorted_checkpoints(folder: Path) -> list[Path]:
     return sorted(steps, key=steps.__getitem__, reverse=True)
 
 
-def _is_whole(checkpoint: Path) -> bool:
-    """Whether it was written to its end."""
-    if (checkpoint / UNFINISHED).exists():
-        return False
-    try:
-        int(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))["global_step"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False
-    return True
-
-
 def last_checkpoint(folder: Path) -> Path | None:
-    """The latest complete checkpoint in a folder, or None."""
-    return next(filter(_is_whole, sorted_checkpoints(folder)), None)
+    """The latest checkpoint in a folder that was written to its end, or None."""
+    for checkpoint in sorted_checkpoints(folder):
+        if (checkpoint / UNFINISHED).exists():
+            continue
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            int(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))["global_step"])
+            return checkpoint
+    return None
 
 
 def last_state(folder: Path) -> tuple[Path | None, TrainerState]:

@@ -55,28 +55,28 @@ class Retrieval:
 
     def shares(self, model: PreTrainedModel) -> dict[str, float]:
         """What a model in evaluation mode finds, by name; all processes ask together."""
-        return {name: self._share(model, each) for name, each in self.questions.items()}
-
-    def _share(self, model: PreTrainedModel, questions: Questions) -> float:
-        prompts = questions.prompts
         state = PartialState()
-        size = max(1, self.tokens // questions.length)
         mine: Any
-        scores: dict[int, float] = {}
-        # All processes answer equally many: some repeat the last prompt, which counts once.
-        with state.split_between_processes([*range(len(prompts))], apply_padding=True) as mine:
-            for start in range(0, len(mine), size):
-                part = mine[start : start + size]
-                answers = greedy_answers(
-                    model,
-                    self.tokenizer,
-                    torch.tensor([prompts[index].ids for index in part]),
-                    max_new_tokens=questions.answer,
-                    together=state.num_processes > 1,
-                )
-                for index, answer in zip(part, answers, strict=True):
-                    scores[index] = questions.score(answer, prompts[index])
-        return fmean(dict(gather_object([*scores.items()])).values())
+        found = {}
+        for name, questions in self.questions.items():
+            prompts = questions.prompts
+            size = max(1, self.tokens // questions.length)
+            scores: dict[int, float] = {}
+            # All processes answer equally many: some repeat the last prompt, which counts once.
+            with state.split_between_processes([*range(len(prompts))], apply_padding=True) as mine:
+                for start in range(0, len(mine), size):
+                    part = mine[start : start + size]
+                    answers = greedy_answers(
+                        model,
+                        self.tokenizer,
+                        torch.tensor([prompts[index].ids for index in part]),
+                        max_new_tokens=questions.answer,
+                        together=state.num_processes > 1,
+                    )
+                    for index, answer in zip(part, answers, strict=True):
+                        scores[index] = questions.score(answer, prompts[index])
+            found[name] = fmean(dict(gather_object([*scores.items()])).values())
+        return found
 
 
 def load_retrieval(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Retrieval:

@@ -76,7 +76,7 @@ def test_a_wrong_path_waits_for_no_large_import(tmp_path):
             ["extend", full, "x"], ["export", full, "x"], ["eval", "perplexity", empty],
         ],
         "is a file or has content": [["extend", model, full], ["export", model, full]],
-        "cannot be read: there is no such file": [["report", "/nope.json"]],
+        "cannot be read: No such file": [["report", "/nope.json"]],
         "nope: no such study": [["study", "nope"]],
         "nope: no such recipe": [["train", "nope"]],
     }  # fmt: skip
@@ -168,7 +168,7 @@ def test_help_comes_from_the_fields(capsys, words, options):
         (["eval", "perplexity", "x", "--windows", "8", "--stride", "9"], "error: --stride must be"),
         (["eval", "perplexity", "nowhere"], "nowhere: there is no such folder here"),
         (["report"], "arguments are required: results"),
-        (["report", "nowhere.json"], "nowhere.json: cannot be read: there is no such file"),
+        (["report", "nowhere.json"], "nowhere.json: cannot be read: No such file"),
         (["extend", "x", "y", "--options", "beta_fast=64"], "write '{beta_fast: 64}' (see coca ex"),
         (["extend", "x", "y", "--to", "12k"], "got 12k: write a whole number, such as 12288 (see"),
     ],

@@ -116,7 +116,7 @@ def test_the_commands_say_in_a_line_what_a_template_does(
             assert err.count("coca: ") == 1
     (tmp_path / "model" / "chat_template.jinja").write_text(THINKING)
     code, _, err = run(capsys, *ruler)
-    assert code == 0 and "what is scored is what the model thinks" in err
+    assert code == 0 and "what is scored is what the model thinks: set --thinking to off" in err
     assert run(capsys, *generate, "--thinking", "off")[0] == 0
     code, _, err = run(capsys, *ruler, "--thinking", "off")
     assert code == 0 and "thinks" not in err

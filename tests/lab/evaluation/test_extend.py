@@ -283,9 +283,11 @@ def test_a_method_that_is_not_for_a_model_is_left_out(tmp_path, source, capsys):
 
 def test_shifted_is_left_out_of_texts_that_it_does_not_reach(source, tmp_path, capsys):
     words = extend(source, tmp_path / "target", "--check-documents", 1, "--check-lengths", 170)
+    words += ["--near", "161"]  # more than limited takes
     words[words.index("--to") + 1] = "400"
     _, said, err = run(capsys, *words)
     assert "Not measured: shifted (this method reads at most 310 tokens here, " in said
+    assert "Not measured: limited (--near, in tokens and at most L, " in said
     assert "left out" not in err
 
 

@@ -274,10 +274,12 @@ def test_short_documents_are_refused_or_skipped(tokenizer, tmp_path):
         load_text(text, tokenizer, at_least=100_000)
 
 
-def test_short_documents_of_stdlib_are_skipped_unasked(tokenizer):
+def test_short_documents_of_stdlib_are_skipped_unless_that_is_off(tokenizer):
     """By default all windows are longer than most of its files."""
     (document,) = load_text(TextSettings(max_documents=1), tokenizer, at_least=3000)
     assert len(document.tokens) >= 3000
+    with pytest.raises(ValueError, match=r"\d+ tokens .* needs 3000: .* set `skip_short`"):
+        load_text(TextSettings(skip_short=False), tokenizer, at_least=3000)
 
 
 def test_text_is_cut_split_and_counted(tokenizer, text_folder):

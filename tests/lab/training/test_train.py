@@ -162,14 +162,14 @@ def test_a_run_that_failed_before_its_first_checkpoint_may_be_corrected(tmp_path
 
 def test_a_start_that_fails_leaves_nothing(base, text_folder, tmp_path):
     """Also not what an earlier one, which a kill has ended, had left."""
-    output, other = tmp_path / "run", tmp_path / "other"
+    output, other = tmp_path / "runs" / "run", tmp_path / "other"
     path = write_recipe(base, text_folder, tmp_path / "r.yaml", [], attention="alibi")
     with pytest.raises(UserError, match="cannot be converted to alibi"):
         train(load_recipe(path), output)
-    assert not output.exists()
+    assert not output.parent.exists()
     with pytest.raises(UserError, match=r"nothing\.txt"):
         train(recipe(tmp_path / "nothing.txt"), output)
-    assert not output.exists()
+    assert not output.parent.exists()
     other.mkdir()
     (other / "recipe.yaml").write_text(as_yaml(recipe(text_folder)))
     (other / "text.json").write_text("{}")
