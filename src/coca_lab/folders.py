@@ -149,9 +149,10 @@ def extend_folder(
     done = getattr(model.config.get_text_config(), EXTENSION)
     said = (
         f"By method {method} ({METHODS[method].source}), without training, for texts of "
-        f"{done['to']:,} tokens; L = {done['length']:,}."
+        f"{done['to']:,} tokens; L = {done['length']:,}. "
+        f"{METHODS[method].on_short_texts(done['length'])}"
     )
-    sections = {"Context extension": f"{said}\n\n{report}".strip()}
+    sections = {"Context extension": f"{said.strip()}\n\n{report}".strip()}
     with writing_model(
         model, source, target, longest=done["to"], keep_weights=keep_weights
     ) as folder:

@@ -105,6 +105,16 @@ class Method:
         """Whether ``coca extend --check`` measures it where no method is named."""
         return self.folder and not self.left_out
 
+    def on_short_texts(self, length: int) -> str:
+        """What is to be said of texts of up to L tokens; empty where it keeps them as they are."""
+        if self.within == "exact":
+            return ""
+        said = f"Texts of up to {length:,} tokens are read differently, too"
+        if self.changes == "weights":  # of models that take no other method
+            return f"{said}."
+        kept = " and ".join(row.name for row in ROWS if row.within == "exact" and row.folder)
+        return f"{said}: the methods {kept} keep them as they are."
+
 
 def limited(asked: Asked, near: int | None = None) -> dict[str, Any]:
     """Keys beyond W = ``near`` score as if W back, and queries grow with log n beyond L."""

@@ -109,6 +109,8 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
         f"{target}: {model.config.model_type}, {chosen.name}, for texts of {to:,} tokens; runs in "
         f"{engines}"
     )
+    if short := METHODS[chosen.method].on_short_texts(length):
+        print(short)
 
 
 def _say_what_is_taken(wanted: ExtendSettings, method: MethodName, length: int, to: int) -> None:

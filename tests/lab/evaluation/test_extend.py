@@ -200,7 +200,14 @@ def test_without_a_text_the_recommended_method_is_taken(to, method, source, tmp_
     words = [] if to is None else ["--to", to]
     code, said, _ = run(capsys, "extend", source, tmp_path / "target", *words)
     assert code == 0 and f", {method}, for texts of {to or 320} tokens; runs in Tr" in said
-    assert ("vLLM" in said.splitlines()[-1]) == (method == "yarn")
+    assert said.count("runs in Transformers, vLLM") == (method == "yarn") + (to == 321)
+    # Of methods that change short texts it is said, on the screen and in the card.
+    sentence = (
+        "Texts of up to 160 tokens are read differently, too: the methods limited and dynamic keep "
+        "them as they are."
+    )
+    card = (tmp_path / "target" / "README.md").read_text()
+    assert (sentence in said) == (sentence in card) == (method == "yarn")
 
 
 def test_what_is_taken_unasked_and_what_nobody_measured_is_said(source, tmp_path, capsys):
