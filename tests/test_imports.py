@@ -26,11 +26,11 @@ LIBRARY = {
 }
 LOOSE = {
     "engine", "environment", "files", "fingerprints", "intervals", "loading", "old_names",
-    "options", "settings", "store", "weights", "yaml_files", "cells",
+    "options", "settings", "source_files", "store", "weights", "yaml_files", "cells",
 }  # fmt: skip
 LABORATORY = {
     "__init__": {"cli"},
-    **dict.fromkeys(("environment", "files", "intervals", "lm_eval"), frozenset()),
+    **dict.fromkeys(("environment", "files", "intervals", "lm_eval", "source_files"), frozenset()),
     **dict.fromkeys(("old_names", "yaml_files"), frozenset()),
     "cells": {"intervals"},
     "options": {"yaml_files"},

@@ -144,20 +144,20 @@ def test_dropout_applies_only_in_training():
     [
         ((30, 4), {}, "not a multiple of num_heads"),
         ((12, 4), {}, "must be even"),
-        ((32, 0), {}, "num_heads must be a whole number from 1, got 0"),
+        ((32, 0), {}, "num_heads must be a whole number of at least 1, got 0"),
         (
             (32, 4),
             {"rotation": Rotation(8, distance_map=DistanceMap.limited(4))},
             "has no distance map: leave",
         ),
         ((32, 4), {"free_pairs": 5}, "free_pairs must be .* between 0 and 4, got 5"),
-        (("32", 4), {}, "hidden_size must be a whole number from 1, got '32'"),
-        ((32, 4, 2.0), {}, r"num_key_value_heads must be a whole number from 1, got 2\.0"),
+        (("32", 4), {}, "hidden_size must be a whole number of at least 1, got '32'"),
+        ((32, 4, 2.0), {}, r"num_key_value_heads must be a whole number of at least 1, got 2\.0"),
         *(
             ((32, 4), {"dropout": share}, f"dropout must be .* from 0 to 1, got {share}")
             for share in (-1, 1.5)
         ),
-        ((32, 4), {"window": 0}, "window, a number of tokens, must be a whole number from 1"),
+        ((32, 4), {"window": 0}, "window, a number of tokens, must be a whole number of at least 1"),
         ((32, 4), {"rotation": Rotation(16)}, "at most the head width 8; got 16"),
         ((32, 4), {"rotation": 1e4}, r"a Rotation, such as Rotation\(8\), got 10000\.0"),
     ],

@@ -255,6 +255,8 @@ def _check_hub(name: str, place: Place) -> None:
         why = f"the Hub does not answer ({text})"
         if isinstance(error, RepositoryNotFoundError):
             why = "the Hub has no such model, or it is private"
+            if "/" not in place.path:
+                why += "; most names there are OWNER/NAME"
         elif isinstance(error, RevisionNotFoundError):
             why = f"the Hub has no revision {place.revision} of {place.path}"
         raise UserError(

@@ -33,7 +33,7 @@ SETTLED = 2 * 10**9
 """Nanoseconds after which a file that is written again has another time of change, on any disk."""
 MEASURING = (
     "data", "evaluation", "fingerprints.py", "generation.py", "intervals.py", "loading.py",
-    "settings", "weights.py",
+    "settings", "source_files.py", "weights.py",
 )  # fmt: skip
 """What measured values depend on in this package, beside all of the library."""
 PACKAGES = ("torch", "transformers", "tokenizers")

@@ -125,13 +125,19 @@ def load_model(
 
 def usable_device(name: str) -> torch.device:
     """The device of a name; UserError if there is none, or nothing can be put on it."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    there = "cpu" if accelerator is None else f"cpu and {accelerator.type}"
     try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        there = "cpu" if accelerator is None else f"cpu, {accelerator.type}"
+        device = torch.device(name)
+    except RuntimeError as error:  # which lists twenty of them
         raise UserError(
-            f"`device` {name!r} cannot be used here ({_brief(error)}): choose one of {there}"
+            f"`device` {name!r} is no device of torch: here there is {there}"
+        ) from error
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(
+            f"`device` {name!r} cannot be used here ({_brief(error)}): here there is {there}"
         ) from error
 
 
@@ -200,7 +206,7 @@ def _check_can_be_read(place: Place, config: PreTrainedConfig) -> None:
     if quantised_by(place, config) is not None:
         raise UserError(
             f"{place.path}: its weights are quantised as {MODELOPT} says, which Transformers does "
-            "not read: load the model in full precision, or run it in vLLM or SGLang"
+            "not read: load the model in full precision, or run it in vLLM (untried: SGLang)"
         )
     check_are_numbers(place.path, tensor_headers(weight_files(place, download=False)))
 

@@ -267,7 +267,7 @@ def _problem(parser: ArgumentParser, error: BaseException, typed: bool = False) 
         said += did_you_mean(got, re.findall(r"'([^']*)'", said))
     elif "valid integer" in said and re.search(r"\d[;:/ ]+\d", said):
         said += ": separate numbers by commas, as in 64,128"
-    elif "valid integer" in said and re.search(r"\d+[kKmM]$", said):
+    elif "valid integer" in said and re.search(r"\d([kKmM]|,\d+)$", said):
         said += ": write a whole number, such as 12288"
     elif given := re.fullmatch(r"expected dict, got (\w+)[=:] ?(\S+)", said):
         said += f": write '{{{given[1]}: {given[2]}}}'"
@@ -306,11 +306,12 @@ def read_settings(
     kind: str = "settings",
     program: str = "coca",
     sections: Sections | None = None,
+    check: bool = True,
 ) -> Settings:
     """An instance of a documented dataclass from a YAML file and words of a command line.
 
     Sections that the file or the words set become the field `TASK_FIELD`; a method ``check`` is
-    called.
+    called, unless the argument says otherwise.
     """
     parser = _parser_of(theclass, program, tuple((sections or {}).items()))
     content = {} if path is None else read_yaml(path, kind)
@@ -329,7 +330,7 @@ def read_settings(
             made = {name: sections[name]() for name in found}
             given[TASK_FIELD] = made | {name: given[name] for name in sections if name in given}
         settings: Any = build(theclass, given)
-        if hasattr(settings, "check"):
+        if check and hasattr(settings, "check"):
             settings.check()
     return settings
 

@@ -316,20 +316,25 @@ def as_yaml(recipe: Recipe) -> str:
     return dump_yaml(all_fields(recipe))
 
 
-def load_recipe(path: str | Path | None = None, overrides: list[str] | None = None) -> Recipe:
+def load_recipe(
+    path: str | Path | None = None, overrides: list[str] | None = None, *, check: bool = True
+) -> Recipe:
     """Read a recipe from a YAML file and command-line overrides.
 
     Args:
         path: YAML file; None for the defaults.
         overrides: Command-line words, such as ``["--training.steps", "100"]``.
+        check: Whether to check the whole, too, for which torch is imported.
 
     Returns:
-        The checked recipe.
+        The recipe.
 
     Raises:
         UserError: If the file is missing or malformed, a key is unknown, or a value is invalid.
     """
-    return read_settings(Recipe, path, overrides or (), kind="recipe", program="coca train")
+    return read_settings(
+        Recipe, path, overrides or (), kind="recipe", program="coca train", check=check
+    )
 
 
 def check_same_recipe(recipe: Recipe, path: Path, may_change: Collection[str] = ()) -> None:

@@ -62,7 +62,7 @@ def test_an_unsupported_model_lists_the_families():
         convert(own, "rope")
 
 
-LENGTH = "must be a whole number from 1, got"
+LENGTH = "must be a whole number of at least 1, got"
 REFUSED = [
     ("Llama", {"form": "slak"}, "`form` must be one of .* got 'slak'; did you mean slack?"),
     ("Llama", {"kv_cache": "third"}, "'kv_cache' expected one of"),

@@ -256,7 +256,7 @@ def test_a_model_is_extended_for_a_while(method):
             "Llama",
             {},
             {"to": 64},
-            "the tokens to read, must be a whole number from 65, got 64: L, the training length, "
+            "the tokens to read, must be a whole number of at least 65, got 64: L, the training length, "
             r"is 64 \(max_position_embeddings; `length` sets another\)$",
         ),
         ("Llama", {}, {"to": 9, "length": 9}, "L, the training length, is 9$"),

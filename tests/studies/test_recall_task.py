@@ -52,7 +52,7 @@ def test_too_short_texts_are_refused():
         text(5, 19)
     with pytest.raises(UserError, match="a vocabulary of 202; got 404 and 200"):
         text(101, 404)
-    with pytest.raises(UserError, match="choose a block_length of at least 16"):
+    with pytest.raises(UserError, match="choose a `block_length` of at least 16"):
         recall_block(VOCABULARY, 0, 15, (0, 0))
 
 

@@ -346,8 +346,10 @@ def extend_context(
     `save_pretrained` writes loads without this package.
 
     Args:
-        model: A loaded model that was not extended before. Methods that change rotary positions
-            need a supported family, with rotary positions as in training.
+        model: A loaded model that was not extended before. It and its configuration are changed in
+            place, so a configuration that another model shares has to be copied first. Methods
+            that change rotary positions need a supported family, with rotary positions as in
+            training.
         method: A row of `METHODS`; by default ``yarn`` for T up to 2 L and ``limited`` for longer
             texts (`recommended`). ``limited``: keys farther back than ``near`` tokens (by
             default L) are scored as if they were that far back, which changes nothing in texts of

@@ -37,7 +37,9 @@ def check_whole(
 ) -> None:
     """Raise ``error`` unless a value is a whole number in a range; True is none."""
     if not _is_whole(value) or value < lowest or (highest is not None and value > highest):
-        limits = f"from {lowest}" if highest is None else f"between {lowest} and {highest}"
+        limits = f"of at least {lowest:,}"
+        if highest is not None:
+            limits = f"between {lowest:,} and {highest:,}"
         raise error(f"{name} must be a whole number {limits}, got {value!r}")
 
 

@@ -37,7 +37,10 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "convert and serve": {
         "convert": ("models", "Turn a vanilla model's folder into the CoCA model of its family."),
-        "export": ("models", "Write a model with layers with roles for vLLM, SGLang or llama.cpp."),
+        "export": (
+            "models",
+            "Write a model with layers with roles for vLLM or llama.cpp (untried: SGLang).",
+        ),
         "generate": ("generate", "Continue a prompt with a causal language model."),
         "serve": ("serve", "Serve models behind an interface like OpenAI's."),
     },
@@ -142,13 +145,13 @@ def _run_command(
     # Imports pydantic, of the extra.
     from coca_lab.cli.parsing import as_typed_in, check_paths, parse
 
-    show_messages(full_name)
+    show_messages(full_name, words)
     try:
         values = parse(full_name, summary, words)
         check_paths(full_name, values)
         load(name)(*arguments, *values)
     except UserError as error:
-        raise type(error)(as_typed_in(full_name, str(error))) from error
+        raise type(error)(as_typed_in(full_name, str(error), words)) from error
 
 
 def load(name: str) -> Command:
@@ -207,14 +210,15 @@ def choose(program: str, words: list[str], groups: Mapping[str, Mapping[str, str
 class _Lines(logging.Handler):
     """Writes messages of a command to standard error, above a bar or with the time of day."""
 
-    def __init__(self, command: str) -> None:
+    def __init__(self, command: str, words: Sequence[str]) -> None:
         super().__init__()
         self.command = command
+        self.words = words
 
     def emit(self, record: logging.LogRecord) -> None:
         from coca_lab.cli.parsing import as_typed_in  # imports pydantic, of the extra
 
-        text = as_typed_in(self.command, self.format(record))
+        text = as_typed_in(self.command, self.format(record), self.words)
         if record.levelno >= logging.WARNING:
             text = f"coca: warning: {text}"
         if not sys.stderr.isatty():
@@ -226,10 +230,10 @@ class _Lines(logging.Handler):
                 print(text, file=sys.stderr)
 
 
-def show_messages(command: str) -> None:
+def show_messages(command: str, words: Sequence[str]) -> None:
     """Show what the two packages log in a command, each message in a line of its own."""
     for package in ("coca_attention", "coca_lab"):
         log = logging.getLogger(package)
         log.setLevel(logging.INFO)
         log.handlers = [each for each in log.handlers if not isinstance(each, _Lines)]
-        log.addHandler(_Lines(command))
+        log.addHandler(_Lines(command, words))

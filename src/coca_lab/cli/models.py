@@ -45,6 +45,8 @@ MEASURED = {"distances": 16, "frequencies": 16, "weights": 64}
 """T / L up to which methods of a kind were measured: 4,096 tokens of models made for 256
 (results/extension), and a temperature in their queries 16,384 (results/retrieval)."""
 
+BRACKETS = "Below, a number in brackets behind a method is T / L, how much farther it reads."
+
 
 def convert_command(path: str, target: str, wanted: Conversion, folder: FolderSettings) -> None:
     """Turn a vanilla model's folder into the CoCA model of its family, to be trained on."""
@@ -86,9 +88,9 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
     model = model_without_weights(path)
     config = model.config
     length, to = extended_lengths(config, wanted.to, wanted.length, METHODS.get(wanted.method))
-    _print_training_length(config, wanted.length)
     method = recommended(length, to) if wanted.method == "auto" else wanted.method
     if not check.check:
+        _print_training_length(config, wanted.length)
         _say_what_is_taken(wanted, method, length, to)
     chosen = MethodSettings(method, to / length, _options(wanted, method), wanted.length)
     report = ""
@@ -162,11 +164,12 @@ def _compare(
     if not methods:
         each = "; ".join(f"{method}: {why}" for method, why in refused.items())
         raise UserError(f"no method can extend {path}: {each}")
+    model = open_model(path, dtype=wanted.dtype)
+    # Before anything is printed or the store is opened, the text is read, which may be refused.
+    measurements = measurements_of_check(model, methods, check, length=length, to=to)
+    _print_training_length(plain.config, wanted.length)
     if wanted.method == "auto":
         _print_left_out(refused)
-    model = open_model(path, dtype=wanted.dtype)
-    # Before the store is opened, the text is read, which may be refused.
-    measurements = measurements_of_check(model, methods, check, length=length, to=to)
     # One process writes a store; checks on other texts have theirs.
     text = str(Path(check.check).resolve()) if Path(check.check).exists() else check.check
     about = [model.identity, text]
@@ -178,18 +181,23 @@ def _compare(
         free_weights()
     found = check_of_cells(model, methods, check, cells, length=length)
     choice = found.choice
-    print(" ".join([choice.reason, *choice.warnings]))
-    tables = [found.table(), *printed_tables(found.cells)]
+    taken = found.taken
+    reason = choice.reason
+    if taken is None and wanted.method != "auto":
+        (taken,) = methods
+        (read,) = choice.others
+        word = read.word(choice.base, choice.margins)
+        reason = f"{taken.method} was named, so it is written; by the check: {word}."
+    print(" ".join([reason, *choice.warnings]))
+    tables = printed_tables(found.cells)
     columns = (
         f"Perplexity of {to:,} tokens, and the probability of the digits of numbers hidden "
         f"up to L = {length:,} tokens back, and farther:"
     )
-    if found.taken is not None:
-        print(columns)
-        print_table(*found.table())
-        print("The rule and all tables are in the model card, README.md.")
-    else:  # there is no card
-        print(columns)
+    print(columns)
+    print_table(*found.table())
+    if taken is None:  # there is no card
+        print(BRACKETS)
         for table in tables:
             print_table(*table)
         print(RULE)
@@ -197,8 +205,10 @@ def _compare(
             "no method is taken, so nothing is written: name one by --method, or let more "
             "documents decide (--check-documents)"
         )
-    said = " ".join([choice.reason, *choice.warnings, RULE, columns])
-    return found.taken, "\n\n".join([said, *(markdown_table(*table) for table in tables)])
+    print("The rule and all tables are in the model card, README.md.")
+    said = " ".join([reason, *choice.warnings, RULE, columns])
+    shown = [markdown_table(*table) for table in tables]
+    return taken, "\n\n".join([said, markdown_table(*found.table()), BRACKETS, *shown])
 
 
 def _print_left_out(refused: Mapping[str, str]) -> None:

@@ -2,17 +2,24 @@
 
 from argparse import ArgumentError, Namespace
 from argparse import ArgumentParser as PlainParser
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from coca_attention.errors import UserError
+from coca_attention.errors import UserError, error_prefix
 from coca_attention.roles import Conversion
-from coca_lab.options import as_typed, build, option_names, option_parser, read_options
-from coca_lab.recipe import Recipe
+from coca_lab.options import (
+    as_typed,
+    build,
+    option_names,
+    option_of,
+    option_parser,
+    read_options,
+)
+from coca_lab.recipe import Recipe, load_recipe
 from coca_lab.settings.commands import (
     CheckSettings,
     EndpointSettings,
@@ -26,6 +33,7 @@ from coca_lab.settings.commands import (
     ServeSettings,
 )
 from coca_lab.settings.evaluations import TASK_OPTIONS
+from coca_lab.settings.sources import SourceSettings
 from coca_lab.settings.studies import StudySettings
 from coca_lab.yaml_files import find_file
 
@@ -110,7 +118,11 @@ FILES = {
         sections=lambda: {name: options.settings for name, options in TASK_OPTIONS.items()},
     ),
     "train": FileOptions(
-        "recipe", "coca train RECIPE.yaml [--training.steps 100 …]", Recipe, OUTPUT, shown=SHOWN
+        "recipe",
+        "coca train NAME|RECIPE.yaml [--training.steps 100 …]",
+        Recipe,
+        OUTPUT,
+        shown=SHOWN,
     ),
 }
 
@@ -143,10 +155,21 @@ def check_paths(command: str, values: list[Any]) -> None:
     ``values`` are those of `parse`.
     """
     from coca_lab.files import check_may_be_model, check_model_folder, check_new  # the Hub's client
+    from coca_lab.source_files import source_files  # imports pyarrow
 
+    if command == "train":
+        for text in load_recipe(values[0], values[1], check=False).texts:
+            with error_prefix(text.where):
+                source_files(text.source.source)
+        return
     if command in FILES:
         find_file(values[0], FILES[command].kind)
         return
+    for each in values:
+        if isinstance(each, SourceSettings):
+            source_files(each.source)
+        elif isinstance(each, CheckSettings) and each.check:
+            source_files(each.check)
     from_original = any(getattr(each, "from_original", False) for each in values)
     for name, path in zip(_options(command).positionals, values, strict=False):
         if path is None:  # info describes this machine
@@ -176,6 +199,8 @@ def command_parser(name: str, summary: str, short: bool = False) -> ArgumentPars
         )
         for option, each in file.others.items():
             parser.add_argument(option, **each)
+        about = f"Name of a {file.kind} that coca recipes lists, or a YAML file."
+        parser.add_argument(file.kind, help=about)
         return parser
     options = _options(name)
     usage = " ".join([program, *(each.upper() for each in options.positionals), "[options]"])
@@ -188,14 +213,18 @@ def command_parser(name: str, summary: str, short: bool = False) -> ArgumentPars
     return parser
 
 
-def as_typed_in(name: str, message: str) -> str:
+def as_typed_in(name: str, message: str, words: Collection[str] = ()) -> str:
     """The message of an error in which a command's options are named as they are typed.
 
-    The fields of a file keep their names: most are set there.
+    The fields of a file keep their names, for most are set there, but for those among the words.
     """
-    if name in FILES or "`" not in message:  # a parser takes 50 ms to make
+    if "`" not in message:  # a parser takes 50 ms to make
         return message
-    return as_typed(message, option_names(command_parser(name, "")))
+    names = option_names(command_parser(name, ""))
+    if name in FILES:
+        typed = [word.partition("=")[0].replace("_", "-") for word in words]
+        names = [each for each in names if option_of(each) in typed]
+    return as_typed(message, names)
 
 
 def _options(name: str) -> Options:

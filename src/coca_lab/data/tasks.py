@@ -171,7 +171,7 @@ def passkey_block(encode: Encode, end: int, length: int, seed: Sequence[int]) ->
         if not block and left < shortest:
             raise UserError(
                 f"a passkey text with its answer takes {shortest} tokens with this tokenizer, and "
-                f"a block has {length}: choose a block_length of at least {shortest}"
+                f"a block has {length}: choose a `block_length` of at least {shortest}"
             )
         size = int(generator.integers(shortest, max(left, shortest) + 1))
         text = passkey_text(encode, key, size - len(answer), depth)

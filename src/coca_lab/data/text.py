@@ -52,7 +52,7 @@ def train_tokenizer(
     UserError; ``split_digits`` makes every digit a token of its own.
     """
     if vocab_size < SMALLEST_VOCABULARY:
-        raise UserError(f"vocab_size must be at least {SMALLEST_VOCABULARY}, got {vocab_size}")
+        raise UserError(f"`vocab_size` must be at least {SMALLEST_VOCABULARY}, got {vocab_size}")
     tokenizer = Tokenizer(models.BPE())
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False)
     digits = pre_tokenizers.Digits(individual_digits=True)

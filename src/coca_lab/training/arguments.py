@@ -96,7 +96,7 @@ def training_arguments(
     every = recipe.validation.every
     if settings.global_batch_size % per_pass:
         raise UserError(
-            "global_batch_size must be a multiple of micro_batch_size x processes; got "
+            "`global_batch_size` must be a multiple of `micro_batch_size` x processes; got "
             f"{settings.global_batch_size} and {settings.micro_batch_size} x {processes}"
         )
     # Renamed during Transformers 5.

@@ -69,7 +69,7 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
     if recipe.model.start is not None and known is not None and length > known:
         if recipe.model.interpolation is None and "distance_map" not in rope_parameters(config):
             raise UserError(
-                f"{recipe.model.start} was made for {known} tokens and block_length is {length}: "
+                f"{recipe.model.start} was made for {known} tokens and `block_length` is {length}: "
                 f"set model.near, at most {known}, or model.interpolation, for "
                 f"example to {length / known:g}, or use shorter blocks"
             )

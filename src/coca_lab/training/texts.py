@@ -205,7 +205,7 @@ class BlockDataset(Dataset):
         if len(self) < 1:
             raise DataError(
                 f"the text has {len(tokens)} tokens, fewer than one block of {length} and its last "
-                "target; use more text or a shorter block_length"
+                "target; use more text or a shorter `block_length`"
             )
 
     def __len__(self) -> int:
@@ -318,7 +318,7 @@ def _in_order(
         whole = there // batch * batch
         if not whole:
             raise UserError(
-                f"the training data makes {there} blocks, fewer than global_batch_size {batch}; "
+                f"the training data makes {there} blocks, fewer than `global_batch_size` {batch}; "
                 "use more text or a smaller batch"
             )
         order = block_order(whole, needed, seed) if recipe.stages else np.arange(whole)

@@ -270,7 +270,7 @@ def test_a_broken_line_is_named_and_fatal_or_skipped(tmp_path, caplog):
     path = tmp_path / "books.jsonl"
     path.write_text('{"text": "one"}\n\n{"text": "tw\n{"text": "three", "id": 0}\n')
     with pytest.raises(
-        DataError, match=r"jsonl:3: the line is not valid JSON.*; correct it.*bad_lines: skip"
+        DataError, match=r"jsonl:3: the line is not valid JSON.*; correct it.*`bad_lines` skip"
     ):
         read(path)
     documents = read(path, bad_lines="skip")

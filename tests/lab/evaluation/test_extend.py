@@ -258,7 +258,7 @@ def test_limits_of_distances_are_of_a_named_method(source, tmp_path, capsys):
     [
         (["--near", 8, "--method", "yarn"], "yarn has no --near, which is for limited, self_"),
         (["--near", 8], "name one by --method (limited, self_extend, shifted, string)"),
-        (["--to", 100], "error: --to, the tokens to read, must be a whole number from 161"),
+        (["--to", 100], "error: --to, the tokens to read, must be a whole number of at least 161"),
         (["--to", 100], "is 160 (max_position_embeddings; --length sets another)"),
         (["--method", "rope"], "--method: expected one of 'auto', 'limited'"),
         (["--check", "nosuch.txt"], "nosuch.txt"),

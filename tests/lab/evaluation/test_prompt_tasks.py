@@ -264,5 +264,5 @@ def test_training_blocks_hold_questions_answers_and_ends_at_any_place(words):
     assert len(texts) == 40 and len(places) > 30
     again = passkey_block(encoder(words), words.eos_token_id, 401, (3, 7))
     assert np.array_equal(again[:-1], blocks[7]["input_ids"])
-    with pytest.raises(ValueError, match="choose a block_length of at least"):
+    with pytest.raises(ValueError, match="choose a `block_length` of at least"):
         TaskBlocks("passkey", words, 60, 5, 0)

@@ -302,7 +302,7 @@ def test_from_the_command_line_to_a_report(small, finished, tmp_path, capsys):
         ({"seeds": [1, 1]}, "seeds must be different numbers"),
         ({"sizes": {"s": {"seeds": 2}}}, "size s: seeds must be different numbers"),
         ({"options": {"training.seed": 1}}, "training.seed: set seeds"),
-        ({"num_cpus": 0}, "num_cpus must be at least 1"),
+        ({"num_cpus": 0}, "`num_cpus` must be at least 1"),
         (
             {
                 "models": {"a": {"model.attention": "rope"}, "b": {"model.attention": "rope"}},
@@ -430,7 +430,7 @@ def test_the_best_learning_rate_is_chosen_and_more_models_join_later(small, tmp_
     models["next"] = {"path": "tuned"}
     with pytest.raises(UserError, match=r"next starts from tuned, .*set training\.learning_rate"):
         run(edited(small, tmp_path, models=models, **fields), [], tmp_path / "out")
-    with pytest.raises(UserError, match="learning_rates need choose"):
+    with pytest.raises(UserError, match="`learning_rates` need `choose`"):
         load_study(edited(small, tmp_path, **fields | {"choose": {"task": "passkey"}}))
 
 

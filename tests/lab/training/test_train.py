@@ -150,7 +150,7 @@ def test_a_run_that_failed_before_its_first_checkpoint_may_be_corrected(tmp_path
     source, output = tmp_path / "books.txt", tmp_path / "run"
     source.write_text(some_text(150))
     changes = {"data__held_out": 0, "validation__every": "null", "training__steps": 4}
-    with pytest.raises(UserError, match="blocks, fewer than global_batch_size 100"):
+    with pytest.raises(UserError, match="blocks, fewer than `global_batch_size` 100"):
         train(recipe(source, **changes, training__global_batch_size=100), output)
     assert not output.exists()
     source.write_text(some_text(400, seed=1))
