@@ -157,7 +157,11 @@ def test_dropout_applies_only_in_training():
             ((32, 4), {"dropout": share}, f"dropout must be .* from 0 to 1, got {share}")
             for share in (-1, 1.5)
         ),
-        ((32, 4), {"window": 0}, "window, a number of tokens, must be a whole number of at least 1"),
+        (
+            (32, 4),
+            {"window": 0},
+            "window, a number of tokens, must be a whole number of at least 1",
+        ),
         ((32, 4), {"rotation": Rotation(16)}, "at most the head width 8; got 16"),
         ((32, 4), {"rotation": 1e4}, r"a Rotation, such as Rotation\(8\), got 10000\.0"),
     ],

@@ -206,7 +206,7 @@ CASES = {
     "half a tokenizer": (damaged(tokenizer_json=None), "has no tokenizer: copy tokenizer.json"),
     "code of a folder": (perplexity(make=lambda p: p.configured(
         model_type="mine", auto_map={"AutoConfig": "mine.Config"})), "code of its folder"),
-    "device": (perplexity("--device", "quantum"), "--device 'quantum'"),
+    "device": (perplexity("--device", "gpu"), "--device 'gpu' is no device of torch: here there "),
     "encoder": (perplexity(make=Place.encoder), "BertForMaskedLM reads in both directions"),
     "rope_type": (perplexity(make=lambda p: p.configured(rope_scaling={
         "rope_type": "hyperrope", "factor": 2.0})), "hyperrope"),

@@ -256,8 +256,8 @@ def test_a_model_is_extended_for_a_while(method):
             "Llama",
             {},
             {"to": 64},
-            "the tokens to read, must be a whole number of at least 65, got 64: L, the training length, "
-            r"is 64 \(max_position_embeddings; `length` sets another\)$",
+            "the tokens to read, must be a whole number of at least 65, got 64: L, the training "
+            r"length, is 64 \(max_position_embeddings; `length` sets another\)$",
         ),
         ("Llama", {}, {"to": 9, "length": 9}, "L, the training length, is 9$"),
         ("Llama", {"rope_parameters": YARN}, {"method": "ntk"}, "replace the yarn scaling"),
@@ -457,3 +457,11 @@ def test_linear_llama3_and_longrope_are_those_of_transformers(tmp_path):
         again = AutoModelForCausalLM.from_pretrained(tmp_path / method).eval()
         assert difference(logits(again, ids), logits(model, ids)) < 1e-5
         assert difference(logits(vanilla("Llama"), ids), logits(model, ids)) > 1e-3
+
+
+def test_a_model_whose_shared_configuration_was_extended_is_refused_in_these_words():
+    model = extend_context(vanilla("Llama"), "yarn")
+    with pytest.raises(
+        UserError, match="model, or one that shares its configuration, was extended"
+    ):
+        extend_context(type(model)(model.config), "yarn")

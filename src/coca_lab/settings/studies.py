@@ -208,8 +208,8 @@ class StudySettings(Plan):
             raise UserError("a study needs models, such as {RoFormer: {model.attention: rope}}")
         if self.learning_rates and self.choose.get("task") not in self.tasks:
             raise UserError(
-                "`learning_rates` need `choose`, such as {task: perplexity, window: 256}, with a task "
-                f"of the study; got {self.choose}"
+                "`learning_rates` need `choose`, such as {task: perplexity, window: 256}, with a "
+                f"task of the study; got {self.choose}"
             )
         if self.num_cpus < 1:
             raise UserError(f"`num_cpus` must be at least 1, got {self.num_cpus}")

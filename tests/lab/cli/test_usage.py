@@ -1,15 +1,23 @@
 """Help, usage errors and unexpected ends of the command."""
 
+import ast
 import contextlib
 import io
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from huggingface_hub.errors import RepositoryNotFoundError
 from transformers.utils.import_utils import is_serve_available
 
+import coca_lab
 from coca_lab.cli import COMMANDS, evaluation, load, main, recipes
+from coca_lab.cli.parsing import FILES, OPTIONS, command_parser
+from coca_lab.options import option_names
 from coca_lab.settings.evaluations import TASK_OPTIONS
 from coca_lab.yaml_files import FILE_KINDS, shipped
 from commands import run
@@ -77,6 +85,12 @@ def test_a_wrong_path_waits_for_no_large_import(tmp_path):
         ],
         "is a file or has content": [["extend", model, full], ["export", model, full]],
         "cannot be read: No such file": [["report", "/nope.json"]],
+        "nowhere: no such file, folder or glob; known types": [
+            ["extend", model, "x", "--check", "nowhere"],
+            *(["eval", task, model, "--source", "nowhere"] for task in ("perplexity", "ruler")),
+        ],
+        "data.source: nowhere: no such": [["train", "native-1m", "--data.source", "nowhere"]],
+        "expected hf:NAME, hf:": [["train", "native-1m", "--validation.source", "hf:"]],
         "nope: no such study": [["study", "nope"]],
         "nope: no such recipe": [["train", "nope"]],
     }  # fmt: skip
@@ -107,7 +121,16 @@ def test_without_the_extra_one_line_says_what_to_install():
     ("words", "options"),
     [
         (["study"], ["--output", "--workers", "--ray", "Seeds of the training", "NAME|STUDY.yaml"]),
-        (["train"], ["--training.steps", "Peak learning rate", "RECIPE", "--output"]),
+        (
+            ["train"],
+            [
+                "--training.steps",
+                "Peak learning rate",
+                "--output",
+                "usage: coca train NAME|RECIPE",
+                "recipe Name of a recipe that coca recipes lists, or a YAML file.",
+            ],
+        ),
         (["train", "--help-all"], ["AdamW's weight decay", "--stages.help"]),
         (["train", "--stages.help"], ["Rank of the adapters of lora"]),
         (["eval", "perplexity"], ["--windows", "--attend-last", "Tokens scored in one pass"]),
@@ -171,6 +194,7 @@ def test_help_comes_from_the_fields(capsys, words, options):
         (["report", "nowhere.json"], "nowhere.json: cannot be read: No such file"),
         (["extend", "x", "y", "--options", "beta_fast=64"], "write '{beta_fast: 64}' (see coca ex"),
         (["extend", "x", "y", "--to", "12k"], "got 12k: write a whole number, such as 12288 (see"),
+        (["extend", "x", "y", "--to", "12,288"], "got 12,288: write a whole number, such as 12288"),
     ],
 )
 def test_errors_are_one_line_and_exit_code_2(capsys, words, message):
@@ -178,6 +202,41 @@ def test_errors_are_one_line_and_exit_code_2(capsys, words, message):
     assert (code, out) == (2, "")
     assert err.startswith("coca: error: ") and err.count("\n") == 1
     assert message in err and "base-books-5m" not in err and "<class" not in err
+
+
+def test_a_field_of_a_recipe_that_was_typed_is_named_as_it_was(capsys, tmp_path):
+    (tmp_path / "a.txt").write_text("one two three")
+    words = [
+        "train",
+        "native-1m",
+        "--output",
+        tmp_path / "run",
+        "--data.source",
+        tmp_path / "a.txt",
+    ]
+    words += ["--validation.every", "null", "--data.passkey-share", "0", "--training.precision"]
+    words += ["float32", "--validation.passkeys", "0", "--validation.needles", "0"]
+    assert "or a shorter `block_length`" in run(capsys, *words)[2]
+    assert "or a shorter --data.block-length\n" in run(capsys, *words, "--data.block-length", 64)[2]
+
+
+def test_messages_name_options_in_backticks_by_which_they_are_shown_as_typed():
+    """Those of two words, which no prose has; of a recipe as a whole, its fields by their names."""
+    commands = [*OPTIONS, *FILES, *(f"eval {task}" for task in TASK_OPTIONS)]
+    fields = {name for each in commands for name in option_names(command_parser(each, ""))}
+    names = {name.rpartition(".")[2] for name in fields if "_" in name}
+    bare = re.compile(rf"(?<![`\w.-])({'|'.join(names)})(?![`\w])")
+    found = []
+    for path in Path(coca_lab.__file__).parent.rglob("*.py"):
+        if path.name != "recipe.py":
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                is_message = isinstance(node, ast.Raise) or (
+                    isinstance(node, ast.Call) and ast.unparse(node.func).startswith("log.")
+                )
+                for part in ast.walk(node) if is_message else ():
+                    if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                        found += [(path.name, part.value)] if bare.search(part.value) else []
+    assert found == []
 
 
 def test_a_recipe_is_printed_by_the_name_of_its_file_too(capsys):
@@ -270,6 +329,19 @@ def test_a_name_that_is_no_folder_is_looked_up_once(capsys, monkeypatch):
         code, _, err = run(capsys, *words)
         assert code == 2 and "there is no such folder here" in err and "no route" in err
     assert asked == [words[-1] for words in commands]
+
+
+@pytest.mark.parametrize("name", ["SmolLM2-135M", "owner/SmolLM2-135M"])
+def test_a_name_without_an_owner_that_the_hub_does_not_know_says_what_names_have(
+    name, capsys, monkeypatch
+):
+    def unknown(self, name, **options):
+        raise RepositoryNotFoundError("404", response=Mock())
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unknown)
+    code, _, err = run(capsys, "info", name)
+    assert code == 2 and "the Hub has no such model, or it is private" in err
+    assert ("most names there are OWNER/NAME" in err) == ("/" not in name)
 
 
 PIPES = """

@@ -16,6 +16,7 @@ from coca_lab.data.ruler import NEEDLE, draw_distinct
 from coca_lab.engine import Engine
 from coca_lab.evaluation import MethodSettings, evaluate, needles, open_model
 from coca_lab.evaluation.check import check_of_cells, measurements_of_check
+from coca_lab.evaluation.choice import Read
 from coca_lab.evaluation.needles import NEEDLES_TASK
 from coca_lab.evaluation.task import finish
 from coca_lab.settings.commands import CheckSettings
@@ -156,12 +157,31 @@ def test_an_interrupted_check_goes_on_and_its_values_are_kept(
     assert main([*words, "--method", "dynamic"]) == 0 and len(read) == reads
 
 
-def test_a_method_that_no_text_decides_for_is_not_taken(source, tmp_path, capsys):
-    words = extend(source, tmp_path / "target", "--method", "yarn", "--check-documents", 1)
-    code, said, err = run(capsys, *words)
+def test_without_a_method_that_shows_no_loss_none_is_taken(source, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Read, "word", lambda *_: "loses perplexity at 160")
+    code, said, err = run(capsys, *extend(source, tmp_path / "target", "--check-documents", 1))
     assert code == 2 and "no method is taken, so nothing is written" in err
-    assert "(yarn: cannot tell with 1 document)" in " ".join(said.split())
-    assert not (tmp_path / "target").exists()
+    assert "none is taken (limited: loses" in " ".join(said.split())
+    assert "behind a method is T / L" in said and not (tmp_path / "target").exists()
+
+
+def test_a_method_that_is_named_is_written_whatever_the_check_says(source, tmp_path, capsys):
+    words = extend(source, tmp_path / "target", "--method", "yarn", "--check-documents", 1)
+    code, said, _ = run(capsys, *words)
+    reason = "yarn was named, so it is written; by the check: cannot tell with 1 document."
+    card = (tmp_path / "target" / "README.md").read_text()
+    assert code == 0 and reason in said and reason in card and ", yarn, for texts of" in said
+    assert "| yarn | cannot tell with 1 document |" in card
+    assert card.index("behind a method is T / L") < card.index("yarn (1.875)")
+
+
+@pytest.mark.parametrize("text", ["", "too short"])
+def test_a_text_that_is_refused_is_so_before_anything_is_printed(text, source, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text(text)
+    words = extend(source, tmp_path / "target")
+    words[4] = str(tmp_path / "a.txt")
+    code, said, err = run(capsys, *words)
+    assert (code, said) == (2, "") and f"{tmp_path / 'a.txt'}: " in err
 
 
 def test_a_model_that_takes_no_method_is_refused_before_anything_is_measured(

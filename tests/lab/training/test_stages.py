@@ -276,7 +276,7 @@ def test_a_start_is_read_farther_without_stages(base, staged, text_folder, tmp_p
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        ({}, ["--data.block_length", "32"], "was made for 16 tokens and --data.block-length is 32"),
+        ({}, ["--data.block_length", "32"], "was made for 16 tokens and `block_length` is 32"),
         ({"attention": "alibi"}, [], "has attention rope, which cannot be converted to alibi"),
         ({"start": "nowhere"}, [], "nowhere: there is no such folder"),
         ({"teacher": "nowhere"}, [], "there is no such folder here"),
