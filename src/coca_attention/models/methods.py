@@ -589,7 +589,7 @@ def _check_original(config: PreTrainedConfig) -> None:
     if said or rope_parameters(config).get("distance_map") is not None:
         by = said.get("method") or "limits of distances"
         raise UserError(
-            f"the model, or one that shares its configuration, was extended by {by} already, and a "
+            f"the model was extended by {by} already, or one that shares its configuration, and a "
             "second method would act on top of the first: start from the original, the model that "
             "it was made from"
         )

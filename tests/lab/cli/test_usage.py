@@ -85,7 +85,7 @@ def test_a_wrong_path_waits_for_no_large_import(tmp_path):
         ],
         "is a file or has content": [["extend", model, full], ["export", model, full]],
         "cannot be read: No such file": [["report", "/nope.json"]],
-        "nowhere: no such file, folder or glob; known types": [
+        "error: nowhere: no such file, folder or glob; known types": [
             ["extend", model, "x", "--check", "nowhere"],
             *(["eval", task, model, "--source", "nowhere"] for task in ("perplexity", "ruler")),
         ],

@@ -172,7 +172,7 @@ def test_a_method_that_is_named_is_written_whatever_the_check_says(source, tmp_p
     card = (tmp_path / "target" / "README.md").read_text()
     assert code == 0 and reason in said and reason in card and ", yarn, for texts of" in said
     assert "| yarn | cannot tell with 1 document |" in card
-    assert card.index("behind a method is T / L") < card.index("yarn (1.875)")
+    assert card.index("behind a method is T / L") < card.index("YaRN (1.875)")
 
 
 @pytest.mark.parametrize("text", ["", "too short"])
