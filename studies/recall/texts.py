@@ -69,7 +69,7 @@ def recall_block(
     if length < shortest:
         raise UserError(
             f"a recall text takes at least {shortest} tokens, and a block has {length}: choose a "
-            f"block_length of at least {shortest}"
+            f"`block_length` of at least {shortest}"
         )
     while length - start >= shortest:
         size = int(generator.integers(shortest, length - start + 1))

@@ -318,7 +318,7 @@ def test_a_study_reads_no_weights_before_everything_is_checked(place, monkeypatc
     monkeypatch.setattr("coca_lab.evaluation.task.load_model", None)
     for fields, message in (
         ({"models": models}, "model b: .*a weight file is damaged"),
-        ({"device": "quantum"}, "`device` 'quantum' cannot be used"),
+        ({"device": "quantum"}, "`device` 'quantum' is no device of torch"),
         ({"perplexity": {"source": str(place.text), "windows": [16, 10**6]}}, "smaller windows"),
         ({"models": {"a": str(place.folder / "alibi")}, "scalings": [{"kind": "ntk"}]}, "rotary"),
     ):

@@ -219,7 +219,7 @@ def test_the_recipes_of_the_documentation_load(tmp_path):
 @pytest.mark.parametrize(
     ("word", "processes", "message"),
     [
-        ("global_batch_size=100", 3, "must be a multiple of micro_batch_size"),
+        ("global_batch_size=100", 3, "must be a multiple of `micro_batch_size`"),
         ("trainer={no_such_field: 1}", 1, "no_such_field"),
         ("trainer={seed: 1}", 1, "the recipe sets seed itself; set training.seed"),
     ],

@@ -233,7 +233,7 @@ def test_a_model_with_several_chat_templates_is_saved_again(trained, text_folder
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"training__micro_batch_size": 3}, "multiple of micro_batch_size"),
+        ({"training__micro_batch_size": 3}, "multiple of `micro_batch_size`"),
         ({"model__teacher": "/nowhere"}, "there is no such folder"),
         ({"validation__source": "nowhere.txt"}, r"validation\.source: nowhere\.txt: no such file"),
     ],
