@@ -232,11 +232,14 @@ def test_errors():
     with pytest.raises(ValueError, match=r"remove decay from rope_parameters in its config\.json"):
         Rotation(WIDTH, distance_map=LIMITED, decay=0.5)
     for wrong, expected in [
-        (lambda: DistanceMap.limited(0), "near of a distance map, .* whole number from 1, got 0"),
+        (
+            lambda: DistanceMap.limited(0),
+            "near of a distance map, .* whole number of at least 1, got 0",
+        ),
         (lambda: DistanceMap.leaky(7, 1.5), r"slope .* from 0 to 1, got 1\.5"),
         (lambda: DistanceMap(7, (0.0, 2.0), 7), r"slope .* from 0 to 1, got 2\.0"),
         (lambda: DistanceMap(7, 0.0, "7"), "start .* must be a finite number"),
-        (lambda: DistanceMap(7, 1.0, 0, group=0), "group of .* whole number from 1, got 0"),
+        (lambda: DistanceMap(7, 1.0, 0, group=0), "group of .* whole number of at least 1, got 0"),
         (lambda: Rotation(WIDTH, distance_map=7), r"such as DistanceMap\.limited\(4096\), got 7"),
         (
             lambda: Rotation(WIDTH, distance_map=DistanceMap(7, (0.5,), 1)),
