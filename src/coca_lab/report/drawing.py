@@ -13,6 +13,7 @@ from typing import Any
 import altair as alt
 import numpy as np
 import vl_convert
+from scipy.optimize import isotonic_regression
 
 from coca_lab.report.charts import COLOURS, DASHES, Frame, LineChart, Palette, method_of
 
@@ -20,7 +21,7 @@ LEAST = 0.15
 """A vertical axis spans at least so much to either side of its middle: noise is no trend."""
 FAR = 4
 """Lines without which the vertical axis can be so many times shorter are clipped."""
-WIDE, NARROW = 700, 350
+WIDE, NARROW = 900, 350
 """Pixels, with the labels."""
 FONT, LETTER = 12, 0.6
 """Pixels of labels, and of them the width of a letter; titles of axes are one pixel larger."""
@@ -29,7 +30,7 @@ COLUMN, PRINTED, PRINTED_FONT = 3.3, 10, "Helvetica, Arial, sans-serif"
 LOGARITHMIC = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7))
 """Digits of the ticks of a logarithmic axis: the first that give three."""
 GAP = 15
-"""Pixels between two labels."""
+"""Pixels between two labels, and of the thin lines that lead to them."""
 INKS = {  # of the page, the text, softer text, axes and rules
     "light": ("#ffffff", "#24292f", "#57606a", "#888888", "#e4e4e4"),
     "dark": ("#1e2129", "#d7dde5", "#a9b1bb", "#888888", "#3a3f47"),
@@ -66,23 +67,26 @@ def specification(
     lines = points.drop_duplicates("line")
     looks = {row.line: _look(row.colour, row.dash, palette) for row in lines.itertuples()}
     domain = _domain(chart, points)
-    names = _names(chart, points, domain, round(0.36 * width / (LETTER * font)))
+    last = points.sort_values("x", kind="stable").groupby("line", sort=False).tail(1)
+    last = last.set_index("line")
+    names = _names(chart, last["y"], domain, round(0.36 * width / (LETTER * font)))
     rows = {line: len(name) for line, name in names.items()}
     height = max(height or (300 if width == WIDE else 260), GAP * sum(rows.values()))
     longest = max((len(row) for name in names.values() for row in name), default=0)
-    label = LETTER * font * longest + 8
+    label = LETTER * font * longest + GAP
 
     def by_line(index: int) -> alt.Scale:
         values = [look[index] for look in looks.values()]
         return alt.Scale(type="ordinal", domain=[*looks], range=values)
 
     kind = "log" if chart.log_y else "linear"
-    ends = [float(f"{end:.6g}") for end in domain]
+    title = f"{chart.y}, log scale" if chart.log_y else chart.y
+    limits = [float(f"{end:.6g}") for end in domain]
     colour = alt.Color("line:N", scale=by_line(0), legend=None)
     base = alt.Chart(alt.InlineData(values=_records(chart, points))).encode(
         x=_horizontal(chart, width),
-        y=alt.Y("y:Q", title=chart.y, axis=_axis(*domain, chart)).scale(
-            type=kind, domain=ends, nice=False, zero=False
+        y=alt.Y("y:Q", title=title, axis=_axis(*domain, chart)).scale(
+            type=kind, domain=limits, nice=False, zero=False
         ),
         color=colour,
         strokeDash=alt.StrokeDash("line:N", scale=by_line(1), legend=None),
@@ -92,20 +96,30 @@ def specification(
         areas = base.transform_filter("isValid(datum.low)").encode(y="low:Q", y2="high:Q")
         layers = [areas.mark_area(opacity=0.15, clip=True), *layers]
     dots = base.transform_filter("datum.mark != 'line'").encode(description="told:N")
-    inside = dots.transform_filter(f"datum.y <= {ends[1]}").mark_circle(size=45, opacity=1)
+    inside = dots.transform_filter(f"datum.y <= {limits[1]}").mark_circle(size=45, opacity=1)
     layers += [inside, *_marks(chart, points["x"], font)]
-    # The names of the lines beside their ends; places are in pixels, without a scale.
-    places = spread(_ends(chart, points, domain, height), height, rows)
+    # The names of the lines beside their ends, down to the labels of the axis, and thin lines that
+    # lead to them from ends at the edge. Heights are in pixels, without a scale.
+    ends = _heights(chart, last["y"], domain, height)
+    places = spread(ends, height + GAP, rows)
+    led = (last["x"] == last["x"].max()) & (last["y"] <= domain[1])
     labels = [
-        {"line": line, "name": names[line], "place": place - GAP * (rows[line] - 1) / 2}
-        for line, place in places.items()
+        {"line": line, "name": names[line], "led": bool(led[line]), "end": end}
+        | {"place": places[line], "top": places[line] - GAP * (rows[line] - 1) / 2}
+        for line, end in ends.items()
     ]
-    named = alt.InlineData(values=labels)
-    texts = alt.Chart(named).mark_text(
-        align="left", baseline="middle", dx=8, fontSize=font, lineHeight=GAP
+    edge = alt.value("width")
+    named = alt.Chart(alt.InlineData(values=labels)).encode(x=edge, color=colour)
+
+    def at(field: str) -> alt.Y:
+        return alt.Y(f"{field}:Q", scale=None, axis=None)
+
+    leads = named.transform_filter("datum.led").mark_rule(strokeWidth=0.7, x2Offset=GAP)
+    layers.append(leads.encode(x2=edge, y=at("end"), y2="place"))
+    texts = named.mark_text(
+        align="left", baseline="middle", dx=GAP + 2, fontSize=font, lineHeight=GAP
     )
-    at = alt.Y("place:Q", scale=None, axis=None)
-    layers.append(texts.encode(x=alt.value("width"), y=at, text="name:N", color=colour))
+    layers.append(texts.encode(y=at("top"), text="name:N"))
     whole = alt.layer(*layers).properties(width=width - label - 80, height=height)
     sizes = {"labelFontSize": font, "titleFontSize": font + 1}
     made = whole.to_dict(validate=False) | {"config": STYLE | {"axis": STYLE["axis"] | sizes}}
@@ -242,15 +256,12 @@ def _far_above(chart: LineChart, points: Frame) -> list[str]:
 
 
 def _names(
-    chart: LineChart, points: Frame, domain: tuple[float, float], letters: int
+    chart: LineChart, last: Frame, domain: tuple[float, float], letters: int
 ) -> dict[str, list[str]]:
     """What is written beside the lines' ends, in rows: names, and of what is clipped the value."""
-    last = points.loc[points.groupby("line", sort=False)["x"].idxmax()]
-    above = last["y"] > domain[1]
-    values = last["y"].map(chart.said)
-    names = last["line"].where(~above, last["line"] + " ↑ " + values)
-    rows = (textwrap.wrap(name, letters) for name in names)
-    return dict(zip(last["line"], rows, strict=True))
+    names = last.index.to_series()
+    names = names.where(last <= domain[1], names + " ↑ " + last.map(chart.said))
+    return {line: textwrap.wrap(name, letters) for line, name in names.items()}
 
 
 def _horizontal(chart: LineChart, width: int) -> alt.X:
@@ -300,11 +311,10 @@ def _marks(chart: LineChart, x: Frame, font: float) -> list[Any]:
     return layers
 
 
-def _ends(
-    chart: LineChart, points: Frame, domain: tuple[float, float], height: int
+def _heights(
+    chart: LineChart, last: Frame, domain: tuple[float, float], height: int
 ) -> dict[str, float]:
     """Where the lines end, in pixels from the top."""
-    last = points.loc[points.groupby("line", sort=False)["x"].idxmax()].set_index("line")["y"]
     if chart.log_y:
         domain, last = (math.log(domain[0]), math.log(domain[1])), np.log(last.clip(domain[0]))
     low, high = domain
@@ -312,7 +322,7 @@ def _ends(
 
 
 def spread(places: dict[str, float], height: float, rows: dict[str, int]) -> dict[str, float]:
-    """The middles of labels, moved apart in their order, and down to ``height`` if they fit.
+    """The middles of labels, as near to their places as those before and after them allow.
 
     Args:
         places: Where each would be best, in pixels from the top.
@@ -320,15 +330,8 @@ def spread(places: dict[str, float], height: float, rows: dict[str, int]) -> dic
         rows: Of each label; a row takes `GAP`.
     """
     order = sorted(places, key=lambda name: places[name])
-    found = dict(places)
-    end = -GAP / 2
-    for name in order:
-        half = GAP * rows[name] / 2
-        found[name] = max(found[name], end + half)
-        end = found[name] + half
-    end = height + GAP / 2
-    for name in reversed(order):
-        half = GAP * rows[name] / 2
-        found[name] = min(found[name], end - half)
-        end = found[name] - half
-    return {name: found[name] for name in order}
+    sizes = GAP * np.array([rows[name] for name in order])
+    stacked = sizes.cumsum() - sizes / 2  # where they would be from 0 on, without room between them
+    shifts = isotonic_regression([places[name] for name in order] - stacked).x
+    shifts = shifts.clip(-GAP / 2, height + GAP / 2 - sizes.sum())
+    return dict(zip(order, (stacked + shifts).tolist(), strict=True))

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import vl_convert
 
 import studies.recall  # noqa: F401 (registers its section)
 from coca_lab.intervals import mean_interval
@@ -65,7 +66,7 @@ def test_lines_far_above_the_others_are_clipped_and_say_where_they_end(log_y):
     made = specification(chart(*near, far, log_y=log_y), {})
     named = made["datasets"][made["layer"][-1]["data"]["name"]]
     assert [each["name"] for each in named if each["line"] == "base"] == [["base ↑ 667"]]
-    assert [each["name"] for each in named if each["line"] in "abc"][::-1] == [["a"], ["b"], ["c"]]
+    assert [each["name"] for each in named if each["line"] in "abc"] == [["a"], ["b"], ["c"]]
     svg = static_svg(made, "s")
     assert "a: 21 at 1" in svg and "667 at 4" not in svg  # no dot outside the axes
     # What two others contrast with, or more than half of the lines, is shown in full.
@@ -99,23 +100,45 @@ def test_shares_are_told_in_percent_as_on_their_axis():
     assert "a: 70% at 1 (40% to 90%)" in str(specification(found, {}))
 
 
-def test_names_stand_beside_the_ends_of_their_lines_and_apart():
-    places = {"a": 50.0, "b": 52.0, "c": 299.0, "d": 299.0}
+def test_names_are_as_near_to_the_ends_of_their_lines_as_they_fit():
+    places = {"c": 299.0, "a": 50.0, "b": 52.0, "d": 299.0}
     found = spread(places, 300, dict.fromkeys(places, 1))
-    assert found["a"] == 50 and found["b"] == 50 + GAP and found["d"] == 300
-    assert all(b - a >= GAP for a, b in zip(found.values(), [*found.values()][1:], strict=False))
+    assert found == {"a": 51 - GAP / 2, "b": 51 + GAP / 2, "c": 300 - GAP, "d": 300}
     found = spread(places, 300, {**dict.fromkeys(places, 1), "b": 3})
-    assert found["b"] - found["a"] == 2 * GAP and found["c"] == 300 - GAP
-    made = specification(chart(points("up", [1.0, 2.0]), points("flat", [1.0, 1.0])), {})
-    named = made["datasets"][made["layer"][-1]["data"]["name"]]
-    places = {each["line"]: each["place"] for each in named}
-    assert 0 <= places["up"] < places["flat"] - 100
+    assert found == {"a": 51 - GAP, "b": 51 + GAP, "c": 300 - GAP, "d": 300}
+    # It was 45 pixels above the end of its line, since the names below it take two rows each.
+    low = {"Native": 215.0, "b": 232.0, "c": 233.0, "d": 250.0}
+    found = spread(low, 260 + GAP, {**dict.fromkeys(low, 2), "Native": 1})
+    assert 0 < low["Native"] - found["Native"] < 2.5 * GAP
+
+
+def test_thin_lines_lead_from_the_ends_of_lines_to_their_names():
+    """From those at the edge of the chart, which are neither clipped nor end before it."""
+    flat = [points(name, [20.0, 20.0, 20.0 + i / 100]) for i, name in enumerate("abc")]
+    others = [points("base", [20.0, 48.0, 667.0]), points("short", [20.0, 21.0])]
+    made = specification(chart(*flat, *others), {})
+    low, high = domain(*flat, *others)
+    leads, texts = made["layer"][-2:]
+    assert leads["mark"]["type"] == "rule" and leads["data"] == texts["data"]
+    labels = {each["line"]: each for each in made["datasets"][texts["data"]["name"]]}
+    assert [line for line, label in labels.items() if label["led"]] == ["a", "b", "c"]
+    for name, y in {"a": 20.0, "b": 20.01, "c": 20.02}.items():
+        assert labels[name]["end"] == pytest.approx(made["height"] * (high - y) / (high - low))
+    assert labels["a"]["place"] - labels["c"]["place"] == pytest.approx(2 * GAP)
+    marks = vl_convert.vegalite_to_svg(made).partition("mark-rule role-mark")[2]
+    assert marks.partition("</g>")[0].count("<line") == 3
+
+
+def test_a_logarithmic_axis_says_so():
+    for log_y in (True, False):
+        made = specification(chart(points("a", [10.0, 100.0]), log_y=log_y), {})
+        assert made["layer"][0]["encoding"]["y"]["title"] == "y" + ", log scale" * log_y
 
 
 def test_a_long_name_is_written_in_rows():
     """It ended in "No positions, with d…"."""
     name = "No positions, with decay and temperature"
-    for width, rows in ((WIDE, 2), (NARROW, 3)):
+    for width, rows in ((WIDE, 1), (NARROW, 3)):
         made = specification(chart(points(name, [1, 2]), points("a", [1, 2])), {}, width)
         named = made["datasets"][made["layer"][-1]["data"]["name"]]
         written = {each["line"]: each["name"] for each in named}

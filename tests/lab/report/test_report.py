@@ -3,6 +3,8 @@
 import json
 import random
 import re
+import shutil
+import subprocess
 
 import pytest
 from result_cells import (
@@ -61,6 +63,34 @@ def test_a_chart_is_there_for_wide_and_narrow_pages_in_the_colours_of_the_page(h
     defined = set(re.findall(r"(--\w+):", html))
     assert set(re.findall(r"var\((--\w+)\)", html)) <= defined
     assert "prefers-color-scheme: dark" in html
+
+
+SHOWN = """<script>onload = () => setTimeout(() => {
+  const hints = [...document.querySelectorAll(".hint")].map((x) => getComputedStyle(x).visibility);
+  const edges = [...document.querySelectorAll(".scroll")].map((x) => {
+    const over = x.scrollWidth > x.clientWidth;
+    return `${over} ${getComputedStyle(x).borderRightStyle == "dashed"}`;
+  });
+  document.title = `${hints}; ${edges}`;
+}, 300)</script>"""
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Debian's chromium")
+def test_a_table_that_is_wider_than_the_page_says_so_and_has_a_dashed_edge(tmp_path, undrawn):
+    """At 1,200 pixels it cut its last column in a page with empty margins, and said nothing."""
+    lengths = [2**i for i in range(6, 14)]
+    names = ["A model with a name of 34 letters.", "b"]
+    scores = [perplexity(name, n, 40.0 + i) for i, name in enumerate(names) for n in lengths]
+    html = build_report([{"results": scores, "training": [TRAINING]}])
+    (tmp_path / "page.html").write_text(html + SHOWN)
+    for width, first in ((1200, False), (700, True)):
+        options = ["--headless", "--no-sandbox", f"--user-data-dir={tmp_path}/profile"]
+        options += [f"--window-size={width},900", "--virtual-time-budget=2000", "--dump-dom"]
+        command = ["chromium", *options, (tmp_path / "page.html").as_uri()]
+        page = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+        (told,) = re.findall("<title>(.*?)</title>", page)[:1]
+        hint, edge = ("visible", "true true") if first else ("hidden", "false false")
+        assert told == f"{hint},hidden; {edge},false false"
 
 
 def test_a_page_says_what_its_names_mean(undrawn):
