@@ -20,12 +20,16 @@ def recipes_command(name: str | None) -> None:
     if name is None:
         # Into a file or a pipe, lines are whole.
         columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10**6
-        width = max(columns, 2 * NAMES)
+        lines = textwrap.TextWrapper(
+            width=max(columns, 2 * NAMES),
+            subsequent_indent=" " * (NAMES + 3),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
         for kind, folder in FILE_KINDS.items():
             print(f"{folder} ({USES[kind]} NAME):")
             for each, path in shipped(kind).items():
-                line = f"  {each:<{NAMES}} "
-                print(line + textwrap.shorten(purpose(path), width - len(line), placeholder=" …"))
+                print(lines.fill(f"  {each:<{NAMES}} {purpose(path)}"))
         print("\ncoca recipes NAME prints one, with what it needs.")
         return
     kind, _, rest = name.removesuffix(".yaml").rpartition("/")

@@ -298,12 +298,24 @@ def test_a_terminal_without_unicode_gets_help_all_the_same(monkeypatch):
 
 
 @pytest.mark.parametrize("width", [20, 80])
-def test_the_list_of_recipes_fits_the_terminal_a_line_each(capsys, monkeypatch, width):
+def test_the_list_of_recipes_fits_the_terminal_in_indented_lines(capsys, monkeypatch, width):
+    whole = run(capsys, "recipes")[1]
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    lines = run(capsys, "recipes")[1].splitlines()
-    assert max(map(len, lines)) <= 80
-    assert len(lines) == 4 + sum(len(shipped(kind)) for kind in FILE_KINDS)
+    out = run(capsys, "recipes")[1]
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 80 and out.split() == whole.split()
+    names = [line.split()[0] for line in lines if re.match(r"  \S", line)]
+    assert names == [name for kind in FILE_KINDS for name in shipped(kind)]
+    more = [line for line in lines if re.match(r"   ", line)]
+    assert more and all(re.match(r" {32}\S", line) for line in more)
+
+
+def test_descriptions_in_the_list_of_recipes_are_short():
+    """They had up to 261 characters."""
+    for kind in FILE_KINDS:
+        for path in shipped(kind).values():
+            assert len(recipes.purpose(path)) <= 150, path
 
 
 def test_a_pipe_gets_the_whole_lines_of_the_list_of_recipes(capsys):
