@@ -1,4 +1,4 @@
-"""The tables of results/smollm2/README.md, from the lines of perplexity.jsonl and ruler.jsonl.
+"""The tables of results/smollm2/README.md, from the files beside it.
 
 PYTHONPATH=src:. python -m studies.smollm2.table
 """
@@ -10,6 +10,10 @@ from pathlib import Path
 import pandas as pd
 
 from coca_lab.data.ruler import RULER_TASKS
+from coca_lab.evaluation.needles import scores_of
+from coca_lab.evaluation.task import Cell
+from coca_lab.files import read_json
+from coca_lab.intervals import differences, mean_nats, nats_interval
 from studies.pages import markdown, mean_and_interval, write_tables
 
 RESULTS = Path("results/smollm2")
@@ -61,8 +65,36 @@ def scores() -> Iterator[list[str]]:
             yield [f"{length:,} ({dtype})", method, str(table.shape[1]), *figures]
 
 
+def needles(file: Path) -> Iterator[list[str]]:
+    """Nats a digit of the numbers up to L back and farther back, by method, the best beyond first.
+
+    Differences are from the best, paired over books.
+    """
+    cells: list[Cell] = read_json(file)["results"]
+    cells = [cell for cell in cells if cell["task"] == "needles"]
+    cells.sort(key=lambda cell: cell["ranges"]["beyond"]["nats"])
+    yield [
+        "method", "nats a digit, up to L back", "farther back", "minus the first's",
+        "found, up to L back", "farther back",
+    ]  # fmt: skip
+    best = scores_of(cells[0]["documents"], cells[0]["near"], beyond=True)
+    for cell in cells:
+        row = [cell["scaling"]]
+        for figures in cell["ranges"].values():
+            low, high = figures["ci95"]
+            row.append(f"{figures['nats']:.2f} ({low:.2f} to {high:.2f})")
+        pairs = differences(scores_of(cell["documents"], cell["near"], beyond=True), best)
+        low, high = nats_interval(pairs) or (0.0, 0.0)
+        row.append(
+            "" if cell is cells[0] else f"{mean_nats(pairs):+.2f} ({low:+.2f} to {high:+.2f})"
+        )
+        row += [f"{each['found']} of {each['needles']}" for each in cell["ranges"].values()]
+        yield row
+
+
 if __name__ == "__main__":
     tables = {"perplexity": perplexities(RESULTS), "ruler": scores()}
+    tables["needles"] = needles(RESULTS / "needles.json")
     tables["gemma"] = perplexities(RESULTS / "gemma3")
     for name, rows in tables.items():
         marks = f"<!-- {name} -->", f"<!-- end of {name} -->"
