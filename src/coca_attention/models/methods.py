@@ -109,11 +109,11 @@ class Method:
         """What is to be said of texts of up to L tokens; empty where it keeps them as they are."""
         if self.within == "exact":
             return ""
-        said = f"Texts of up to {length:,} tokens are read differently, too"
+        said = f"Texts of up to {length:,} tokens change, too, and answers to them may get worse"
         if self.changes == "weights":  # of models that take no other method
             return f"{said}."
         kept = " and ".join(row.name for row in ROWS if row.within == "exact" and row.folder)
-        return f"{said}: the methods {kept} keep them as they are."
+        return f"{said}; the methods {kept} keep them as they are."
 
 
 def limited(asked: Asked, near: int | None = None) -> dict[str, Any]:

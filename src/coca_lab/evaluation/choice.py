@@ -275,6 +275,11 @@ class Choice:
         taken = self.taken
         if taken is None:
             return said
+        if mean_nats(self.base.far) <= min(mean_nats(taken.far), GUESS):
+            said.append(
+                f"Beyond L the model as it is does no worse, with {_digit(self.base.far)}: it may "
+                "have been made for longer texts than L."
+            )
         if not mean_nats(taken.far) < mean_nats(self.alone.far):
             said.append(f"Beyond L {taken.method} is no better than the {self.alone.method}.")
         lost = differences(pooled(taken.back), pooled(self.alone.back))

@@ -131,7 +131,9 @@ class ExtendSettings:
     """The longest text in tokens that the model is to read; by default twice L."""
     method: Literal["auto", SavedMethod] = "auto"
     """limited: distances beyond W score as if W (ReRoPE with log n), which changes nothing in texts
-    of up to W tokens; leaky: beyond L/2 they grow so slowly that none reaches L (Leaky ReRoPE);
+    of up to W tokens; leaky: beyond L/2 they grow so slowly that none reaches L (Leaky ReRoPE), and
+    self_extend rounds them (Self-Extend); shifted: distances of S or more count from w on (STRING,
+    which string is with its factor);
     yarn, dynamic, ntk, linear, llama3 and longrope change rotations; temperature is for models
     with layers without positions. auto takes the best by --check; without it yarn up to 2 L, which
     other engines have, and limited farther."""

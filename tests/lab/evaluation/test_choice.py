@@ -161,6 +161,15 @@ def test_what_longer_texts_cost_up_to_the_training_length_back_is_said():
     )
 
 
+def test_a_model_that_needs_no_method_is_said_to():
+    base = read("base", [0.9, 1.0, 1.1])
+    (said,) = choice_of(base, read("yarn", [1.0, 1.1, 1.2])).warnings
+    assert said == (
+        "Beyond L the model as it is does no worse, with 1.10 nats a digit (probability 33%): it "
+        "may have been made for longer texts than L."
+    )
+
+
 def test_what_runs_without_this_package_is_taken_before_what_needs_it():
     base = read("base", [2.2, 2.4, 2.3])
     limited = read("limited", [0.6, 0.7, 0.5])

@@ -223,8 +223,8 @@ def test_without_a_text_the_recommended_method_is_taken(to, method, source, tmp_
     assert said.count("runs in Transformers, vLLM") == (method == "yarn") + (to == 321)
     # Of methods that change short texts it is said, on the screen and in the card.
     sentence = (
-        "Texts of up to 160 tokens are read differently, too: the methods limited and dynamic keep "
-        "them as they are."
+        "Texts of up to 160 tokens change, too, and answers to them may get worse; the methods "
+        "limited and dynamic keep them as they are."
     )
     card = (tmp_path / "target" / "README.md").read_text()
     assert (sentence in said) == (sentence in card) == (method == "yarn")

@@ -209,6 +209,11 @@ def test_the_command_writes_a_table_near_and_far(capsys, tmp_path, words, books)
     assert "up to 300 tokens back" in out and "farther back than 300 tokens" in out
     cells = json.loads((tmp_path / "n.json").read_text())["results"]
     assert [cell["length"] for cell in cells] == [400, 700]
+    # Of an extended model L is what it was extended from.
+    assert run(capsys, "extend", folder, tmp_path / "long", "--method", "dynamic")[0] == 0
+    command[2] = tmp_path / "long"
+    code, out, err = run(capsys, *command, "--count", "4", "--output", tmp_path / "long.json")
+    assert code == 0 and "farther back than 300 tokens" in out, err
     # Where a model does not say how long its training texts were, nothing parts near from far.
     for cell in cells:
         cell |= {"near": None, "ranges": {}}
