@@ -94,7 +94,7 @@ def needles(file: Path) -> Iterator[list[str]]:
 
 if __name__ == "__main__":
     tables = {"perplexity": perplexities(RESULTS), "ruler": scores()}
-    tables["needles"] = needles(RESULTS / "needles.json")
+    tables["needles"] = needles(RESULTS / "needles/results.json")
     tables["gemma"] = perplexities(RESULTS / "gemma3")
     for name, rows in tables.items():
         marks = f"<!-- {name} -->", f"<!-- end of {name} -->"

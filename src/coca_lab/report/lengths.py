@@ -221,16 +221,17 @@ def length_section(frame: Frame, measure: Measure, title: str, caption: str) -> 
 
 
 def _entries(frame: Frame, measure: Measure) -> dict[tuple[str, int], Entry]:
-    """By line and length, the figure with its interval; the best one of a length is bold."""
-    best = frame.groupby("x")["y"].agg("max" if measure.top else "min").map(measure.form)
-    several = frame["line"].nunique() > 1
+    """By line and length, the figure with its interval; the best of unlike ones is bold."""
+    figures = frame.groupby("x")["y"]
+    best = figures.agg("max" if measure.top else "min").map(measure.form)
+    worst = figures.agg("min" if measure.top else "max").map(measure.form)
     entries = {}
     for row in frame.itertuples():
         shown = measure.form(row.y)
         interval = ""
         if not math.isnan(row.low):
             interval = f"{measure.form(row.low)} to {measure.form(row.high)}"
-        bold = several and shown == best[row.x]
+        bold = shown == best[row.x] != worst[row.x]
         entries[row.line, row.x] = Entry(shown, interval, bold)
     return entries
 

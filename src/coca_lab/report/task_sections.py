@@ -108,9 +108,7 @@ def _documents_caption(cells: Sequence[Perplexity]) -> str:
     scored = [cell for cell in cells if cell.documents]
     if not scored:
         return ""
-    count = min(len(cell.documents) for cell in scored)
-    rough = f", fewer than {FEW_DOCUMENTS}: rough" if count < FEW_DOCUMENTS else ""
-    caption = f"Small: 95 % intervals over documents ({count:,}{rough})."
+    caption = _intervals_over([len(cell.documents) for cell in scored])
     if tokens := ends(cell.tokens for cell in scored if cell.tokens):
         caption += f" Tokens scored at a length: {tokens}."
     if stride := ends(cell.stride for cell in scored if cell.stride):
@@ -119,6 +117,13 @@ def _documents_caption(cells: Sequence[Perplexity]) -> str:
     if targets:
         caption += f" Targets: {', '.join(sorted(targets))}."
     return caption
+
+
+def _intervals_over(counts: Sequence[int]) -> str:
+    """What the intervals of cells with so many documents each are of."""
+    count = min(counts)
+    rough = f", fewer than {FEW_DOCUMENTS}: rough" if count < FEW_DOCUMENTS else ""
+    return f"Small: 95 % intervals over documents ({count:,}{rough})."
 
 
 def _copies(cell: Perplexity) -> Iterator[Point]:
@@ -148,8 +153,7 @@ def _part(cell: Perplexity, x: int, kind: str, scores: Scores) -> Iterator[Point
 
 def needle_sections(cells: Sequence[Needles]) -> list[Section]:
     """Nats a digit near and far, and a table of the numbers found."""
-    documents = ends(len(cell.documents) for cell in cells)
-    caption = seeds_caption(cells) or f"Small: 95 % intervals over documents ({documents})."
+    caption = seeds_caption(cells) or _intervals_over([len(cell.documents) for cell in cells])
     parts = [part for cell in cells for part in _needle_parts(cell)]
     frame = frame_of([point for point, _ in parts], NEEDLES)
     found: dict[tuple[str, int, str], list[str]] = {}

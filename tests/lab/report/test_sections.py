@@ -99,6 +99,9 @@ def test_a_table_has_figures_intervals_and_conditions_by_hand():
     assert text(keys.header) == ["share of passkeys found at", "512 (1 ×)", "4,096 (8 ×)"]
     assert text(keys.rows[2]) == ["CoCA-Slack + NTK (4)", "–", "70% (10% to 90%)"]
     assert keys.rows[2][2].bold and not keys.rows[1][2].bold
+    none = shown(*({**each, "accuracy": 0.0} for each in PROMPTS))
+    entries = [cell for row in none["Passkeys found, by prompt length"].rows for cell in row]
+    assert not any(getattr(cell, "bold", False) for cell in entries)
     assert keys.note == "Small: Wilson’s 95 % intervals. Prompts: 10 each. Depths: random."
     assert keys.chart.points[["low", "high"]].iloc[0].tolist() == [0.1, 0.9]
     assert shown(*CELLS)[BY_LENGTH].note == (
@@ -219,6 +222,7 @@ def test_needles_are_compared_by_differences_of_nats_by_hand():
 
     near, found = shown(cell("a", [1.0, 1.0, 1.0]), cell("b", [0.5, 0.6, 0.4])).values()
     (a, b) = near.rows
+    assert near.note.startswith("Small: 95 % intervals over documents (3, fewer than 10: rough).")
     assert str(a[1]) == "2.00" and str(a[2]) == "+0.500" and b[2] == ""
     assert found.rows == [["a", "", "0 of 3"], ["b", "", "3 of 3"]]
 
