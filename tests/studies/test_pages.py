@@ -101,6 +101,28 @@ def test_the_readmes_table_of_methods_is_of_the_published_check():
     assert f'"{names[made]}", to=12288)' in readme
 
 
+def test_what_pages_say_of_needles_in_eight_books_is_in_their_file():
+    cells = json.loads((ROOT / "results/smollm2/needles/results.json").read_text("utf-8"))[
+        "results"
+    ]
+    nats = {cell["scaling"]: cell["ranges"]["beyond"]["nats"] for cell in cells}
+    assert min(nats, key=nats.get) == "shifted"
+    percent = {name: f"{math.exp(-value):.0%}".replace("%", " %") for name, value in nats.items()}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    said = f"{percent['shifted']}, leaky distances {percent['leaky']}, YaRN {percent['yarn']}."
+    assert said in readme
+    assert (
+        f"{percent['shifted']} probable with the best method, with YaRN {percent['yarn']}" in readme
+    )
+    questions = " ".join((ROOT / "docs/README.md").read_text(encoding="utf-8").split())
+    assert (
+        f"shifted distances have {nats['shifted']:.2f} nats farther back, leaky distances and "
+        f"Self-Extend {nats['leaky']:.2f}, YaRN {nats['yarn']:.2f}, dynamic NTK "
+        f"{nats['dynamic']:.2f}, limited distances {nats['limited']:.2f}"
+    ) in questions
+    assert f"{nats['self_extend']:.2f}" == f"{nats['leaky']:.2f}"
+
+
 def cells_of_row(text, name, after="\n"):
     """What stands behind a name in the first table that has it, without "of 20" and such."""
     _, _, text = text.partition(after)
