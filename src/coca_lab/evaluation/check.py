@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from coca_attention.errors import UserError
 from coca_attention.models import METHODS
 from coca_attention.models.methods import PACKAGE, UNTRIED
-from coca_lab.evaluation.choice import Choice, Read, pooled
-from coca_lab.evaluation.needles import NEEDLES_TASK, last_alone, scores_of
+from coca_lab.evaluation.choice import Choice, Read
+from coca_lab.evaluation.needles import NEEDLES_TASK, last_alone
 from coca_lab.evaluation.perplexity import ATTEND_LAST, PERPLEXITY_TASK
 from coca_lab.evaluation.task import Cell, Measurement, Model
 from coca_lab.intervals import DocumentScore, mean_nats, perplexity
@@ -23,6 +23,11 @@ from coca_lab.weights import quantised_by
 
 SCORED_TOKENS = 1024
 """Tokens at the end of every document whose perplexity is measured, at most."""
+SHORT = 512
+"""Tokens of short texts, whose perplexity is measured, too, at most: a method that changes all
+distances, such as YaRN, may lose most there."""
+SHORT_TEXTS = 8
+"""Short texts that are read of every document, at most."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +67,14 @@ class Check:
                 word = each.word(self.choice.base, self.choice.margins)
             if each is self.choice.taken:
                 name = f"{name} (taken)"
-            back = f"{math.exp(-mean_nats(pooled(each.back))):.0%}"
-            far = f"{math.exp(-mean_nats(each.far)):.0%}"
+            probabilities = [
+                f"{math.exp(-mean_nats(scores)):.0%}" if any(x.tokens for x in scores) else "–"
+                for scores in (each.back, each.far)
+            ]
             engines = ", ".join(engine for engine in each.engines if engine not in UNTRIED)
             if each.engines == PACKAGE:
                 engines = "this package"
-            rows.append([name, word, f"{perplexity(each.whole):.2f}", back, far, engines])
+            rows.append([name, word, f"{perplexity(each.whole):.2f}", *probabilities, engines])
         return ["method", "within L", "perplexity", "up to L back", "farther", "runs in"], rows
 
 
@@ -100,6 +107,8 @@ def measurements_of_check(
         max_tokens=lengths[-1] + 1,  # the last one read predicts one more
         skip_short=True,
     )
+    short = min(SHORT, max(1, lengths[0] // 4))
+    beginning = {**vars(text), "max_tokens": SHORT_TEXTS * short + 1}
     tasks = [
         (
             PERPLEXITY_TASK,
@@ -110,6 +119,7 @@ def measurements_of_check(
                 attend_last=length,
             ),
         ),
+        (PERPLEXITY_TASK, PerplexitySettings(**beginning, windows=[short])),
         (
             NEEDLES_TASK,
             NeedleSettings(
@@ -185,28 +195,19 @@ def _read(
     quantised: str | None,
 ) -> Read:
     """What one method has read, in the cells with a name of it."""
-    windows: dict[int, list[DocumentScore]] = {}
-    near: dict[int, list[DocumentScore]] = {}
-    back: dict[int, list[DocumentScore]] = {}
-    beyond: dict[int, list[DocumentScore]] = {}
-    for cell in cells:
-        if cell["scaling"] not in scalings:
-            continue
-        if cell["task"] == "perplexity":
-            windows[cell["window"]] = [DocumentScore.of(x) for x in cell["documents"]]
-        elif cell["length"] <= length:
-            near[cell["length"]] = scores_of(cell["documents"])
-        else:
-            back[cell["length"]] = scores_of(cell["documents"], length)
-            beyond[cell["length"]] = scores_of(cell["documents"], length, beyond=True)
+    found = [cell for cell in cells if cell["scaling"] in scalings]
     row = METHODS[method.method]
     return Read(
         method=method.name,
         engines=engines_of(method.method, quantised),
-        perplexity={window: scores for window, scores in windows.items() if window <= length},
-        whole=windows[max(windows)],
-        near=near,
-        back=back,
-        beyond=beyond,
+        length=length,
+        perplexity={
+            cell["window"]: [DocumentScore.of(each) for each in cell["documents"]]
+            for cell in found
+            if cell["task"] == "perplexity"
+        },
+        needles={
+            cell["length"]: cell["documents"] for cell in found if cell["task"] == "needles"
+        },
         exact=row.within == "exact" and method.options.get("near", length) >= length,
     )

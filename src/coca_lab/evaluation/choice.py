@@ -5,11 +5,13 @@ been shown to lose nothing: with three documents a method with a fifth more perp
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from coca_attention.models.methods import PACKAGE, UNTRIED
+from coca_lab.evaluation.needles import scores_of
+from coca_lab.evaluation.task import Cell
 from coca_lab.intervals import DocumentScore, differences, mean_nats, nats_interval, student
 from coca_lab.settings.commands import Margins
 
@@ -99,34 +101,30 @@ class Read:
     Attributes:
         method: Its name; the model as it is has another object.
         engines: What runs the result.
-        perplexity: Scores of the same documents within L, by length in tokens.
-        whole: Scores of the same documents at the longest length.
-        near: Those of the needles within L, by length of the text.
-        back: Those of the needles in texts longer than L, at distances up to L.
-        beyond: Those of the needles in texts longer than L, at distances beyond L.
+        length: L, in tokens.
+        perplexity: Scores of documents by length in tokens.
+        needles: Documents of the cells of needles by length.
         exact: Whether it computes within L what the model as it is does, so that nothing is lost.
     """
 
     method: str
     engines: Sequence[str]
+    length: int
     perplexity: Mapping[int, list[DocumentScore]]
-    whole: list[DocumentScore]
-    near: Mapping[int, list[DocumentScore]]
-    back: Mapping[int, list[DocumentScore]]
-    beyond: Mapping[int, list[DocumentScore]]
+    needles: Mapping[int, list[Cell]]
     exact: bool = False
 
-    def losses(self, base: "Read", margins: Margins) -> dict[tuple[str, int], Loss]:
-        """What is lost within L, by what is measured and length."""
-        margin = math.log1p(margins.perplexity)
-        found = {
-            ("perplexity", n): loss_of(scores, base.perplexity[n], margin)
-            for n, scores in self.perplexity.items()
-        }
-        found |= {
-            ("needles", n): loss_of(scores, base.near[n], margins.needles)
-            for n, scores in self.near.items()
-        }
+    def losses(self, base: "Read", margins: Margins) -> dict[str, Loss]:
+        """What is lost within L, by what is measured and its length."""
+        found = {}
+        for length, scores in sorted(self.perplexity.items()):
+            if length <= self.length:
+                margin = math.log1p(margins.perplexity)
+                loss = loss_of(scores, base.perplexity[length], margin)
+                found[f"perplexity at {length:,}"] = loss
+        for length, scores in self.near.items():
+            loss = loss_of(scores, base.near[length], margins.needles)
+            found[f"needles at {length:,}"] = loss
         return found
 
     def word(self, base: "Read", margins: Margins) -> str:
@@ -134,27 +132,44 @@ class Read:
         if self.exact:
             return "no loss shown"
         losses = self.losses(base, margins)
-        by_word: dict[str, list[str]] = {}
-        for (what, length), loss in losses.items():
-            by_word.setdefault(loss.word, []).append(f"{what} at {length:,}")
-        if "loses" in by_word:
-            return f"loses {', '.join(by_word['loses'])}"
+        lost = [name for name, loss in losses.items() if loss.word == "loses"]
+        if lost:
+            return f"loses {', '.join(lost)}"
         open_ones = [loss for loss in losses.values() if loss.word == "cannot tell"]
         if open_ones:
             return str(max(open_ones, key=lambda loss: loss.needed or math.inf))
         return "no loss shown"
 
     @property
+    def whole(self) -> list[DocumentScore]:
+        """The perplexity of the longest texts."""
+        return self.perplexity[max(self.perplexity)]
+
+    @property
+    def near(self) -> dict[int, list[DocumentScore]]:
+        """Of every length up to L, the scores of the needles."""
+        return {n: scores_of(each) for n, each in self.needles.items() if n <= self.length}
+
+    @property
+    def back(self) -> list[DocumentScore]:
+        """Of every document, the score of its needles up to L back in all texts above L."""
+        return self._far(beyond=False)
+
+    @property
     def far(self) -> list[DocumentScore]:
         """Of every document, the score of its needles beyond L in texts of all lengths."""
-        return pooled(self.beyond)
+        return self._far(beyond=True)
+
+    def _far(self, beyond: bool) -> list[DocumentScore]:
+        longer = [each for n, each in self.needles.items() if n > self.length]
+        return pooled([scores_of(each, self.length, beyond) for each in longer])
 
 
-def pooled(by_length: Mapping[int, list[DocumentScore]]) -> list[DocumentScore]:
+def pooled(lengths: Iterable[list[DocumentScore]]) -> list[DocumentScore]:
     """Of every document, its score in texts of all lengths."""
     nats: dict[str, float] = {}
     digits: dict[str, int] = {}
-    for scores in by_length.values():
+    for scores in lengths:
         for score in scores:
             nats[score.id] = nats.get(score.id, 0.0) + score.nats
             digits[score.id] = digits.get(score.id, 0) + score.tokens
@@ -230,9 +245,14 @@ class Choice:
         return each is not self.best and _above_zero(differences(each.far, self.best.far))
 
     @property
+    def asks(self) -> bool:
+        """Whether any number is hidden farther back than L."""
+        return any(score.tokens for score in self.base.far)
+
+    @property
     def finds(self) -> bool:
         """Whether the best method is better than a guess beyond L, by its interval if any."""
-        if self.best is None:
+        if self.best is None or not self.asks:
             return False
         _, most = nats_interval(self.best.far) or (0.0, mean_nats(self.best.far))
         return most < GUESS
@@ -247,10 +267,14 @@ class Choice:
             return f"No method shows that it loses nothing within L, so none is taken ({words})."
         engines = f"runs in {in_words(taken.engines)}"
         if not self.finds:
+            why = "No number is hidden farther back than L"
+            told = "a longer --to or more --check-numbers hide some"
+            if self.asks:
+                why = "No method finds the numbers beyond L"
+                told = f"the best has {_digit(best.far)}, a guess {GUESS:.2f}"
             return (
-                f"{taken.method} is taken: it shows no loss within L and {engines}. No method "
-                "finds the numbers beyond L, so nothing can be said about which reads farther: the "
-                f"best has {_digit(best.far)}, a guess {GUESS:.2f}."
+                f"{taken.method} is taken: it shows no loss within L and {engines}. {why}, so "
+                f"nothing can be said about which reads farther: {told}."
             )
         said = f"{taken.method} is taken: beyond L it has {_digit(taken.far)}"
         if taken is not best:
@@ -275,14 +299,14 @@ class Choice:
         taken = self.taken
         if taken is None:
             return said
-        if mean_nats(self.base.far) <= min(mean_nats(taken.far), GUESS):
+        if self.asks and mean_nats(self.base.far) <= min(mean_nats(taken.far), GUESS):
             said.append(
                 f"Beyond L the model as it is does no worse, with {_digit(self.base.far)}: it may "
                 "have been made for longer texts than L."
             )
-        if not mean_nats(taken.far) < mean_nats(self.alone.far):
+        if self.asks and not mean_nats(taken.far) < mean_nats(self.alone.far):
             said.append(f"Beyond L {taken.method} is no better than the {self.alone.method}.")
-        lost = differences(pooled(taken.back), pooled(self.alone.back))
+        lost = differences(taken.back, self.alone.back)
         if _above_zero(lost):
             said.append(
                 f"In longer texts numbers up to L back cost {taken.method} {mean_nats(lost):.2f} "

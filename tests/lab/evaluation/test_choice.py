@@ -85,16 +85,34 @@ def test_two_percent_more_perplexity_is_rarely_called_lossless(documents, tails)
             assert words.count("loses") > 500
 
 
-def read(method, far, within=0.0, near=0.4, back=(0.4, 0.5, 0.4), whole=(3.0, 3.2, 2.9)):
+def needles(length, near, beyond=()):
+    """Documents of a cell, each with a needle up to L = 4,096 tokens back, and one beyond."""
+    documents = []
+    for index, nats in enumerate(near):
+        found = [{"distance": 100, "nats": 7 * nats}]
+        if len(beyond):
+            found.append({"distance": length - 100, "nats": 7 * beyond[index]})
+        documents.append({"id": f"book {index}", "needles": found})
+    return documents
+
+
+def read(method, far, within=0.0, near=0.4, back=(0.4, 0.5, 0.4), whole=(3.0, 3.2, 2.9), short=0.0):
     """What a method reads: nats a digit beyond L, and what is lost within L and up to L back."""
+    base = np.array([3.0, 3.2, 2.9])
     return Read(
         method=method,
         engines=ENGINES.get(method, ()),
-        perplexity={4096: scores(np.array([3.0, 3.2, 2.9]) + within)},
-        whole=scores(whole),
-        near={4096: scores(np.array([near, near + 0.1, near]), 70)},
-        back={8192: scores(back, 70)},
-        beyond={8192: scores(far, 70), 12288: scores(np.array(far) + 0.2, 70)},
+        length=4096,
+        perplexity={
+            12288: scores(whole),
+            4096: scores(base + within),
+            512: scores(base + short),
+        },
+        needles={
+            4096: needles(4096, (near, near + 0.1, near)),
+            8192: needles(8192, back, far),
+            12288: needles(12288, back, np.array(far) + 0.2),
+        },
     )
 
 
@@ -118,6 +136,11 @@ def test_the_best_beyond_is_taken_among_those_that_show_no_loss():
     losing = read("shifted", [0.6, 0.7, 0.5], within=0.05)
     assert losing.word(base, Margins()) == "loses perplexity at 4,096"
     assert choice_of(base, yarn, losing).taken is yarn
+    # In short texts, too.
+    words = read("shifted", [0.6, 0.7, 0.5], within=0.05, short=0.04).word(base, Margins())
+    assert words == "loses perplexity at 512, perplexity at 4,096"
+    losing = read("shifted", [0.6, 0.7, 0.5], short=0.04)
+    assert losing.word(base, Margins()) == "loses perplexity at 512"
     none = choice_of(base, losing)
     assert none.taken is None and "none is taken (shifted: loses" in none.reason
 

@@ -94,7 +94,7 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, caps
         line for line in said.splitlines() if not line.startswith(("Training length", "Not meas"))
     )
     assert decision.startswith(f"{taken} is taken: ") and decision in card
-    for text, shown in (("| perplexity at |", False), ("95 % interval", False), ("within L", True)):
+    for text, shown in (("| perplexity at (group 1) |", False), ("95 % interval", False), ("within L", True)):
         assert text in card and (text.strip("| ") in said) == shown
     assert f", {taken}, for texts of {TO} tokens; runs in Tr" in said
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
@@ -113,7 +113,7 @@ def test_what_is_compared_is_what_the_tasks_measure(source):
     cells = finish(measurements, Engine())
     found = check_of_cells(model, [yarn], settings, cells, length=160)
     (read,) = found.choice.others
-    assert read.method == "yarn" and list(read.perplexity) == list(read.near) == [160]
+    assert read.method == "yarn" and [*read.perplexity] == [160, TO, 40] and [*read.near] == [160]
     asked = NeedleSettings(
         source=settings.check, lengths=[160, TO], count=1, max_documents=2, near=160,
         max_tokens=TO + 1, skip_short=True,
@@ -173,6 +173,21 @@ def test_a_method_that_is_named_is_written_whatever_the_check_says(source, tmp_p
     assert code == 0 and reason in said and reason in card and ", yarn, for texts of" in said
     assert "| yarn | cannot tell with 1 document |" in card
     assert card.index("behind a method is T / L") < card.index("YaRN (1.875)")
+
+
+def test_where_no_number_is_farther_back_than_the_training_length_it_is_said(
+    source, tmp_path, capsys
+):
+    words = extend(source, tmp_path / "target")
+    words[words.index("--to") + 1] = "165"
+    code, said, _ = run(capsys, *words)
+    assert code == 0 and "nan" not in said and "no better than the last" not in said
+    assert (
+        "No number is hidden farther back than L, so nothing can be said about which reads "
+        "farther: a longer --to or more --check-numbers hide some."
+    ) in said
+    rows = [line.split() for line in said.splitlines() if line.startswith(("limited", "yarn"))]
+    assert all("–" in row for row in rows[-2:])
 
 
 @pytest.mark.parametrize("text", ["", "too short"])
