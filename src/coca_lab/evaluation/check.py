@@ -206,8 +206,6 @@ def _read(
             for cell in found
             if cell["task"] == "perplexity"
         },
-        needles={
-            cell["length"]: cell["documents"] for cell in found if cell["task"] == "needles"
-        },
+        needles={cell["length"]: cell["documents"] for cell in found if cell["task"] == "needles"},
         exact=row.within == "exact" and method.options.get("near", length) >= length,
     )

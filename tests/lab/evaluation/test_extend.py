@@ -94,7 +94,11 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, caps
         line for line in said.splitlines() if not line.startswith(("Training length", "Not meas"))
     )
     assert decision.startswith(f"{taken} is taken: ") and decision in card
-    for text, shown in (("| perplexity at (group 1) |", False), ("95 % interval", False), ("within L", True)):
+    for text, shown in (
+        ("| perplexity at (group 1) |", False),
+        ("95 % interval", False),
+        ("within L", True),
+    ):
         assert text in card and (text.strip("| ") in said) == shown
     assert f", {taken}, for texts of {TO} tokens; runs in Tr" in said
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
