@@ -71,7 +71,7 @@ def needles(file: Path) -> Iterator[list[str]]:
     Differences are from the best, paired over books.
     """
     cells: list[Cell] = read_json(file)["results"]
-    cells = [cell for cell in cells if cell["task"] == "needles"]
+    cells = [cell for cell in cells if cell["length"] > cell["near"]]
     cells.sort(key=lambda cell: cell["ranges"]["beyond"]["nats"])
     yield [
         "method", "nats a digit, up to L back", "farther back", "minus the first's",
