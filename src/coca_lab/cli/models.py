@@ -190,8 +190,9 @@ def _compare(
         reason = f"{taken.method} was named, so it is written; by the check: {word}."
     print(" ".join([reason, *choice.warnings]))
     tables = printed_tables(found.cells)
+    longest = max(choice.base.perplexity)
     columns = (
-        f"Perplexity of {to:,} tokens, and the probability of the digits of numbers hidden "
+        f"Perplexity of {longest:,} tokens, and the probability of the digits of numbers hidden "
         f"up to L = {length:,} tokens back, and farther:"
     )
     print(columns)

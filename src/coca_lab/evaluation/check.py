@@ -172,9 +172,11 @@ def check_lengths(settings: CheckSettings, length: int, to: int) -> list[int]:
     """Lengths to measure at: L, and by default its doubles up to ``to``."""
     doubles = [length << n for n in range(1, 20) if length << n < to]
     lengths = sorted({length, *(settings.check_lengths or [*doubles, to])})
-    if lengths[-1] <= length:
+    if not length < lengths[-1] <= to:
+        given = ", ".join(f"{each:,}" for each in settings.check_lengths)
         raise UserError(
-            f"`check_lengths` need one above L = {length:,} tokens, got {lengths[-1]:,}"
+            f"the largest of `check_lengths` must be above L = {length:,} tokens and at most `to`, "
+            f"{to:,}, got {given}"
         )
     return lengths
 

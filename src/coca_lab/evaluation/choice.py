@@ -231,7 +231,9 @@ class Choice:
         """
         if self.best is None:
             return None
-        level = [each for each in self.candidates if not self._parted(each)]
+        level = self.candidates
+        if self.finds:  # differences between guesses decide nothing
+            level = [each for each in level if not self._parted(each)]
         # What runs in Transformers runs there with this package, too.
         engines = [len({*each.engines}.difference(PACKAGE)) for each in level]
         most_run = [

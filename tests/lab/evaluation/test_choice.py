@@ -165,6 +165,9 @@ def test_a_model_that_finds_nothing_is_said_to_say_nothing():
     # What nobody finds by chance decides nothing: of methods that as many engines run, the first.
     luckier = replace(read("yarn", [2.43, 2.56, 2.62], near=2.4), method="ntk")
     assert choice_of(base, *choice.others, luckier).taken is choice.others[0]
+    # Not even by an interval, before what other engines run.
+    sure = replace(read("leaky", [2.40, 2.50, 2.60], near=2.4), engines=())
+    assert choice_of(base, sure, *choice.others).taken is choice.others[0]
     assert not choice_of(read("base", [2.4, 2.5, 2.6]), read("yarn", [1.0, 1.1, 1.2])).warnings
 
 
