@@ -77,14 +77,15 @@ def test_a_wrong_path_waits_for_no_large_import(tmp_path):
     full, empty, model = (str(tmp_path / name) for name in ("full", "empty", "model"))
     wrong = {
         "there is no such folder; check": [
-            ["extend", "/nonexist", "x"], ["info", "./nope"], ["serve", "../nope"],
-            ["export", "~/no/pe", "x"], ["eval", "passkey", "a/b/c"], ["generate", "/nope", "a"],
+            ["extend", f"{tmp_path}/a", "x"], ["info", "./nope"], ["serve", "../nope"],
+            ["export", "~/no/pe", "x"], ["eval", "passkey", "a/b/c"],
+            ["generate", f"{tmp_path}/b", "a"],
         ],
         "it has no config.json; name the folder that save_pretrained": [
             ["extend", full, "x"], ["export", full, "x"], ["eval", "perplexity", empty],
         ],
         "is a file or has content": [["extend", model, full], ["export", model, full]],
-        "cannot be read: No such file": [["report", "/nope.json"]],
+        "cannot be read: No such file": [["report", f"{tmp_path}/a.json"]],
         "error: nowhere: no such file, folder or glob; known types": [
             ["extend", model, "x", "--check", "nowhere"],
             *(["eval", task, model, "--source", "nowhere"] for task in ("perplexity", "ruler")),
