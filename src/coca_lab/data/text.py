@@ -15,6 +15,7 @@ from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils import cached_file
 
 from coca_attention.errors import UserError
 from coca_lab.data.documents import (
@@ -89,18 +90,19 @@ def up_to(characters: float, documents: Iterable[Document]) -> Iterator[Document
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Any Transformers tokenizer, by folder or name; UserError if it cannot be loaded."""
     place = find_model(path)
+    folder = Path(place.path)
+    found = {file.name for each in TOKENIZER_FILES for file in folder.glob(each)}
+    none = (
+        f"{path}: the folder has no tokenizer: copy tokenizer.json and tokenizer_config.json from "
+        "the model that it was made from"
+    )
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
             place.path, revision=place.revision, trust_remote_code=False
         )
     except Exception as error:  # a damaged file raises a plain Exception, among others
-        folder = Path(place.path)
-        found = {file.name for each in TOKENIZER_FILES for file in folder.glob(each)}
         if folder.is_dir() and found <= set(NO_VOCABULARY):
-            raise UserError(
-                f"{path}: the folder has no tokenizer: copy tokenizer.json and "
-                "tokenizer_config.json from the model that it was made from"
-            ) from error
+            raise UserError(none) from error
         reason = _damage(folder) or str(error).strip() or type(error).__name__
         alone = "tokenizer.model" in found and TOKENIZER_JSON not in found
         if alone and find_spec("sentencepiece") is None:
@@ -108,6 +110,20 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             reason = "tokenizer.model needs the package sentencepiece: pip install sentencepiece"
         reason = " ".join(reason.split())[:300]
         raise UserError(f"{path}: no tokenizer could be loaded: {reason}") from error
+    # From a model's type alone Transformers makes a tokenizer of a few tokens (GPT-NeoX, Qwen3).
+    files = tokenizer.vocab_files_names.values()  # none for ByT5, whose tokens are bytes
+    if files and found <= set(NO_VOCABULARY):
+        there = [
+            cached_file(
+                place.path,
+                name,
+                revision=place.revision,
+                _raise_exceptions_for_missing_entries=False,
+            )
+            for name in files
+        ]
+        if not any(there):
+            raise UserError(none)
     tokenizer.init_kwargs.pop("auto_map", None)  # names code of the folder, which is never run
     return tokenizer
 

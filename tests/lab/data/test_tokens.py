@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoConfig, ByT5Tokenizer
 
 import coca_lab.data.text as text_module
 from coca_attention.errors import UserError
@@ -126,6 +127,21 @@ def test_no_tokenizer_and_too_small_a_vocabulary_are_rejected(tmp_path):
         load_tokenizer(tmp_path)
     with pytest.raises(ValueError, match="at least 257"):
         train_tokenizer([], 100)
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "qwen2", "qwen3", "gemma", "olmo", "cohere"])
+def test_no_tokenizer_is_made_up_for_a_type_of_model(kind, tmp_path):
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    for settings in (None, {"model_max_length": 2048}):
+        if settings is not None:
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        with pytest.raises(ValueError, match="the folder has no tokenizer"):
+            load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_of_bytes_needs_no_vocabulary(tmp_path):
+    ByT5Tokenizer().save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path)("a").input_ids == [100, 1]
 
 
 @pytest.mark.parametrize(
