@@ -74,3 +74,4 @@ def train_command(recipe: str, overrides: list[str], chosen: Namespace) -> None:
     kept = what_was_kept(summary)
     if kept:
         print(kept)
+    print(f"Next: coca generate {folder} PROMPT, coca eval passkey {folder}, coca report {folder}")
