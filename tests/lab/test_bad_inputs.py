@@ -168,6 +168,7 @@ CASES = {
     "NaN, converted": (convert(make=Place.not_numbers), "not finite"),
     "output of train": (lambda p: ["train", p.recipe(), "--output", "/proc/x"], "/proc"),
     # Recipes.
+    "file of a wrong field": (train(model__window=4), ".yaml: model.window is for local layers"),
     "empty file of bytes": (train_file(b"\xff\xfe\x00\x80" * 9), "not a readable recipe"),
     "list": (train_file("- a\n- b"), "a recipe has sections with fields and values"),
     "nested": (train_file("model: " + "[" * 1500), "not a readable recipe"),
