@@ -196,8 +196,10 @@ def check_may_be_model(name: str | Path) -> None:
     folder = Path(name).expanduser()
     has_parent = folder.parent != Path() and folder.parent.is_dir()
     is_path = folder.is_absolute() or str(name).startswith(("./", "../"))
-    is_path |= has_parent or folder.is_file()
+    is_path |= has_parent
     is_path |= str(name).partition("@")[0].count("/") > 1  # a revision may have more: refs/pr/1
+    if folder.is_file():
+        raise UserError(f"{name} is a file: name the model's folder, such as {folder.parent}")
     if is_path and not folder.is_dir():
         raise UserError(f"{name}: there is no such folder; check the path (here: {Path.cwd()})")
 

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -224,13 +223,13 @@ def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, largest: in
 def guard_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Let a model raise the UserError of `check_vocabulary` when it reads such a token."""
     embeddings: Any = model.get_input_embeddings()
+
+    def check(module: Any, inputs: Any) -> None:
+        if inputs and inputs[0].numel():
+            _check_token(module, tokenizer, int(inputs[0].max()))
+
     if len(tokenizer) > len(embeddings.weight):
-        embeddings.register_forward_pre_hook(partial(_check_tokens, tokenizer))
-
-
-def _check_tokens(tokenizer: PreTrainedTokenizerBase, embeddings: Any, inputs: Any) -> None:
-    if inputs and inputs[0].numel():
-        _check_token(embeddings, tokenizer, int(inputs[0].max()))
+        embeddings.register_forward_pre_hook(check)
 
 
 def _check_token(embeddings: Any, tokenizer: PreTrainedTokenizerBase, largest: int) -> None:

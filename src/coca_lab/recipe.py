@@ -188,11 +188,6 @@ def _check_model(model: ModelRecipe) -> None:
                 "linear is for new models with a shift-invariant form, such as strict, "
                 f"without {', '.join(POSITIONS)}"
             )
-    _check_positions(model)
-    _check_sizes(model)
-
-
-def _check_positions(model: ModelRecipe) -> None:
     if len(model.layers) > model.num_layers:
         raise UserError(
             f"layers must have at most num_layers letters, got {model.layers!r} for "
@@ -209,9 +204,6 @@ def _check_positions(model: ModelRecipe) -> None:
         )
     if model.near and (model.layers or model.decay):
         raise UserError("near is for models without layers and decay: leave it out")
-
-
-def _check_sizes(model: ModelRecipe) -> None:
     default = ModelRecipe()
     sizes = [name for name in SIZES if getattr(model, name) != getattr(default, name)]
     if model.start is not None and sizes:

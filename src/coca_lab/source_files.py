@@ -145,20 +145,15 @@ def _is_known(path: Path) -> bool:
     kind, packing = kind_of(path)
     if path.name in SAVED:
         return False
-    if kind == ".arrow":
-        return not packing and _is_saved(path)
+    if kind == ".arrow":  # a part of the table that its folder was saved with, no cache there
+        with suppress(OSError, ValueError, LookupError, TypeError):  # no such folder
+            state = json.loads((path.parent / STATE).read_bytes())
+            return not packing and path.name in [file["filename"] for file in state["_data_files"]]
+        return False
     if kind != ".json":
         return kind in KNOWN and (kind not in TABLES or not packing)
     # Settings, such as config.json, begin with a line that has nothing but a brace.
     return not path.is_file() or next(lines_of(path), "").strip() != "{"
-
-
-def _is_saved(path: Path) -> bool:
-    """Whether a file is a part of the table that its folder was saved with, and no cache there."""
-    with suppress(OSError, ValueError, LookupError, TypeError):  # no such folder
-        state = json.loads((path.parent / STATE).read_bytes())
-        return path.name in [file["filename"] for file in state["_data_files"]]
-    return False
 
 
 def lines_of(path: Path) -> Iterator[str]:

@@ -90,7 +90,11 @@ def load_yaml(text: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
-        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        line = ""
+        if error.problem_mark:
+            last = max(1, len(text.splitlines()))
+            number = min(error.problem_mark.line + 1, last)  # the end of a text is a line farther
+            line = f"line {number}: "
         raise UserError(f"{line}{error.problem}") from error
     except RecursionError as error:
         raise UserError("lists or mappings are nested too deeply") from error

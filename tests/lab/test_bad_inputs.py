@@ -168,10 +168,11 @@ CASES = {
     "NaN, converted": (convert(make=Place.not_numbers), "not finite"),
     "output of train": (lambda p: ["train", p.recipe(), "--output", "/proc/x"], "/proc"),
     # Recipes.
+    "file of a wrong field": (train(model__window=4), ".yaml: model.window is for local layers"),
     "empty file of bytes": (train_file(b"\xff\xfe\x00\x80" * 9), "not a readable recipe"),
     "list": (train_file("- a\n- b"), "a recipe has sections with fields and values"),
     "nested": (train_file("model: " + "[" * 1500), "not a readable recipe"),
-    "open bracket": (train_file("model: [1,\n"), "readable recipe: line 2: expected the node"),
+    "open bracket": (train_file("model: [1,\n"), "readable recipe: line 1: expected the node"),
     "key twice": (train_file("training: {}\ntraining: {}"), "line 2: training is given twice"),
     "empty recipe": (train_file("# nothing\n"), "got an empty file"),
     "bomb": (train_file(BOMB), "more than 100,000 values"),
@@ -196,7 +197,7 @@ CASES = {
     "text of a run": (resumed(text_json=b"\xff{"), "text.json is damaged"),
     "tokenizer of a run": (resumed(tokenizer__tokenizer_json=b"{"), "no tokenizer could be loaded"),
     # Models.
-    "file": (perplexity(make=lambda p: p.file("x")), "there is no such folder"),
+    "file": (perplexity(make=lambda p: p.file("x")), " is a file: name the model's folder"),
     "relative path": (generate(make=lambda p: "./x"), "./x: there is no such folder; check"),
     "name": (generate(make=lambda p: "org/nowhere"), "there is no such folder here"),
     "no name": (perplexity(make=lambda p: ""), "no config.json"),

@@ -24,7 +24,7 @@ from coca_attention.models import Roles, set_rotary_scaling
 from coca_attention.testing import difference, logits, some_tokens
 from coca_lab.cli import main
 from coca_lab.export import as_native, fold_context
-from coca_lab.export.llama_cpp import serve
+from coca_lab.export.llama_cpp import package, serve
 from coca_lab.files import known_problem
 from coca_lab.loading import load_model
 from commands import post
@@ -44,7 +44,7 @@ def test_what_is_printed_names_the_files_that_are_there(tmp_path, capsys):
     target = tmp_path / "native"
     assert main(["export", str(source), str(target), "--gguf"]) == 0
     said, err = capsys.readouterr()
-    assert said.endswith(f"for llama.cpp: {target / 'native.gguf'}\n")
+    assert f"for llama.cpp: {target / 'native.gguf'}\nNext: coca serve {target}" in said
     assert (target / "native.gguf").is_file() and "partial" not in said + err
 
 
@@ -230,6 +230,13 @@ def test_what_would_change_the_function_is_refused(model, options, reason, tmp_p
 def test_activations_that_transformers_has_are_exported_without_a_file(tmp_path):
     source = saved(roles(hidden_act="gelu"), tmp_path / "model")
     assert exported(source, tmp_path / "native").is_dir()
+
+
+@pytest.mark.parametrize("name", ["gguf", "xllamacpp"])
+def test_a_missing_package_is_named_with_what_installs_it(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UserError, match=rf"--gguf needs {name}: .*pip install .*\[gguf\]"):
+        package(name)
 
 
 def test_a_vocabulary_without_merges_is_refused(tmp_path, capsys):

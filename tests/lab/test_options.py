@@ -195,6 +195,7 @@ BOMB = "\n".join(
         (BOMB, "more than 100,000 values"),
         ("[" * 5000, "nested too deeply"),
         ("{a: [1", "line 1: "),
+        ("{a: [1\n", "line 1: "),
         ("a: !!python/name:os.system", "could not determine a constructor"),
     ],
 )

@@ -113,6 +113,7 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
     )
     if short := METHODS[chosen.method].on_short_texts(length):
         print(short)
+    print(f"Next: coca generate {target} PROMPT, coca serve {target}")
 
 
 def _say_what_is_taken(wanted: ExtendSettings, method: MethodName, length: int, to: int) -> None:
@@ -227,3 +228,4 @@ def export_command(path: str, target: str, wanted: ExportSettings) -> None:
     if wanted.gguf:
         folder = Path(target)
         print(f"for llama.cpp: {folder / folder.resolve().name}.gguf")
+    print(f"Next: coca serve {target}, coca eval passkey {target}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from coca_attention.errors import UserError, error_prefix
+from coca_attention.errors import UserError
 from coca_attention.roles import Conversion
 from coca_lab.options import (
     as_typed,
@@ -19,7 +19,7 @@ from coca_lab.options import (
     option_parser,
     read_options,
 )
-from coca_lab.recipe import Recipe, load_recipe
+from coca_lab.recipe import Recipe
 from coca_lab.settings.commands import (
     CheckSettings,
     EndpointSettings,
@@ -157,10 +157,7 @@ def check_paths(command: str, values: list[Any]) -> None:
     from coca_lab.files import check_may_be_model, check_model_folder, check_new  # the Hub's client
     from coca_lab.source_files import source_files  # imports pyarrow
 
-    if command == "train":
-        for text in load_recipe(values[0], values[1], check=False).texts:
-            with error_prefix(text.where):
-                source_files(text.source.source)
+    if command == "train":  # which looks at the paths of its recipe itself
         return
     if command in FILES:
         find_file(values[0], FILES[command].kind)

@@ -6,7 +6,7 @@ import textwrap
 from argparse import Namespace
 from pathlib import Path
 
-from coca_attention.errors import UserError, did_you_mean
+from coca_attention.errors import UserError, did_you_mean, error_prefix
 from coca_lab.options import first_sentence
 from coca_lab.recipe import load_recipe
 from coca_lab.yaml_files import FILE_KINDS, USES, shipped
@@ -51,7 +51,14 @@ def purpose(path: Path) -> str:
 def train_command(recipe: str, overrides: list[str], chosen: Namespace) -> None:
     """Train a model from a recipe (YAML); resumes when run again."""
     folder = chosen.output
-    settings = load_recipe(recipe, overrides)
+    settings = load_recipe(recipe, overrides, check=False)
+    from coca_lab.source_files import source_files  # imports pyarrow
+
+    for text in settings.texts:
+        with error_prefix(text.where):
+            source_files(text.source.source)
+    with error_prefix(f"{recipe}: "):
+        settings.check()  # after the paths, because it imports torch
     # Takes seconds to import, for which the list of recipes need not wait.
     from accelerate import PartialState
 
@@ -74,3 +81,4 @@ def train_command(recipe: str, overrides: list[str], chosen: Namespace) -> None:
     kept = what_was_kept(summary)
     if kept:
         print(kept)
+    print(f"Next: coca generate {folder} PROMPT, coca eval passkey {folder}, coca report {folder}")

@@ -103,7 +103,8 @@ def hide_needles(
     if free < 1:
         raise UserError(
             f"a text of {length} tokens has no room for {count} needles and their questions, which "
-            f"take {length - free} tokens: hide fewer, or read longer texts"
+            f"take {length - free} tokens: hide fewer (`count`, in a check `check_numbers`), or "
+            "read longer texts"
         )
     edges = np.linspace(0, free, count + 1)
     places = [int(generator.uniform(low, high)) for low, high in pairwise(edges)]

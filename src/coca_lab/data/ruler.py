@@ -162,8 +162,16 @@ def ask_for_ruler(
     prompts = []
     for index in indices:
         drawn = [seed, RULER_TASKS.index(task), length, index]
+        generator = np.random.default_rng(drawn)
         with error_prefix(f"{task} of {length:,} tokens: "):
-            draft = _draft(task, length, drawn, encode, filler)
+            if task in NEEDLE_TASKS:
+                draft = needles(NEEDLE_TASKS[task], generator, filler)
+            elif task == "vt":
+                draft = variable_tracking(generator, encode)
+            elif task == "cwe":
+                draft = common_words(generator, length, encode)
+            else:
+                draft = frequent_words(generator, length)
             check_reproduced(tokenizer, draft.expected)
             before = opening + draft.before
             after = draft.after + closing + draft.prefix
@@ -240,18 +248,6 @@ def _rests(encode: Encode, end: str, before: str, haystack: str, tokens: int) ->
     return [repeated[-size:] for size in sizes if count(size) == tokens]
 
 
-def _draft(task: str, length: int, drawn: list[int], encode: Encode, filler: str) -> Draft:
-    """The draft of a prompt; what it draws depends on ``drawn`` alone."""
-    generator = np.random.default_rng(drawn)
-    if task in NEEDLE_TASKS:
-        return needles(NEEDLE_TASKS[task], generator, filler)
-    if task == "vt":
-        return variable_tracking(generator, encode)
-    if task == "cwe":
-        return common_words(generator, length, encode)
-    return frequent_words(generator, length)
-
-
 # Needles in a haystack
 
 
@@ -274,10 +270,15 @@ def needles(kind: Needles, generator: np.random.Generator, filler: str) -> Draft
             some = sentences(filler, units)
             return " ".join(_inserted(some, facts, (depths * len(some)).astype(int)))
         again = np.random.default_rng(drawn)
-        lines = [NOISE] * units
         places = again.choice(units, len(facts), replace=False)
-        if kind.haystack == "needles":
-            lines = _other_needles(kind, units, again, keys)
+        if kind.haystack == "noise":
+            return "\n".join(_inserted([NOISE] * units, facts, places))
+        lines: list[str] = []  # needles about other keys
+        while len(lines) < units:
+            (key,) = draw_distinct(again, kind.key, 1)
+            (value,) = draw_distinct(again, kind.value, 1)
+            if key not in keys:
+                lines.append(NEEDLE.format(kind=kind.value, key=key, value=value))
         return "\n".join(_inserted(lines, facts, places))
 
     templates = NIAH
@@ -316,19 +317,6 @@ def _inserted(units: Sequence[str], added: Sequence[str], places: np.ndarray) ->
     for place, each in sorted(zip(places.tolist(), added, strict=True), reverse=True):
         result.insert(place, each)
     return result
-
-
-def _other_needles(
-    kind: Needles, count: int, generator: np.random.Generator, keys: Sequence[str]
-) -> list[str]:
-    """Needles about other keys."""
-    lines: list[str] = []
-    while len(lines) < count:
-        (key,) = draw_distinct(generator, kind.key, 1)
-        (value,) = draw_distinct(generator, kind.value, 1)
-        if key not in keys:
-            lines.append(NEEDLE.format(kind=kind.value, key=key, value=value))
-    return lines
 
 
 def draw_distinct(generator: np.random.Generator, kind: str, count: int) -> list[str]:

@@ -4,7 +4,6 @@ Fields and tensors are those of llama.cpp's own converter. The package gguf 0.19
 GraniteSWA, so the names of its own fields are written here.
 """
 
-import importlib
 import json
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from coca_attention.errors import UserError, install
+from coca_attention.errors import UserError
 from coca_attention.models.configuration import LOCAL
 from coca_lab.data import load_tokenizer
 from coca_lab.export.llama_cpp import package
@@ -35,7 +34,7 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # token types
 
 def write_gguf(model: PreTrainedModel, source: str | Path, path: Path) -> None:
     """Write a model and its tokenizer: matrices in the model's dtype, vectors in float32."""
-    gguf = _package()
+    gguf = package("gguf")
     config: PreTrainedConfig = model.config
     writer = gguf.GGUFWriter(path, config.model_type)  # llama.cpp has Transformers' names
     writer.add_name(path.stem)
@@ -78,8 +77,8 @@ def check_settings(config: PreTrainedConfig) -> None:
 
 def check_tokenizer(source: str | Path) -> None:
     """Raise UserError unless llama.cpp and the package gguf are there, and it has the tokenizer."""
-    _package()
-    package()
+    for name in ("gguf", "xllamacpp"):  # writes the file, and reads it again
+        package(name)
     _pre_tokenizer(load_tokenizer(source))
 
 
@@ -100,13 +99,6 @@ def end_tokens(generation: GenerationConfig, source: str | Path) -> list[int]:
             "without --gguf"
         )
     return found
-
-
-def _package() -> ModuleType:
-    try:
-        return importlib.import_module("gguf")
-    except ImportError as error:
-        raise UserError(f"--gguf needs the package gguf: {install('gguf')}") from error
 
 
 def _add_settings(writer: Any, config: PreTrainedConfig) -> None:

@@ -11,19 +11,20 @@ from torch import Tensor
 from coca_attention.errors import UserError, install
 
 
-def package() -> ModuleType:
-    """The package xllamacpp, which is llama.cpp; UserError without it."""
+def package(name: str) -> ModuleType:
+    """A package of the extra gguf; UserError without it."""
     try:
-        return importlib.import_module("xllamacpp")
+        return importlib.import_module(name)
     except ImportError as error:
         raise UserError(
-            f"--gguf needs llama.cpp, to read what was written: {install('gguf')}"
+            f"--gguf needs {name}: gguf writes the file, and llama.cpp (xllamacpp) reads what was "
+            f"written: {install('gguf')}"
         ) from error
 
 
 def serve(file: Path, context: int) -> Any:
     """A running server for texts of `context` tokens on one core, as exact as it can be made."""
-    llama = package()
+    llama = package("xllamacpp")
     parameters = llama.CommonParams()
     parameters.model.path = str(file)
     parameters.n_ctx, parameters.n_parallel, parameters.warmup = context, 1, False

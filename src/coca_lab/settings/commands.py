@@ -128,7 +128,8 @@ class ExtendSettings:
     """How the context is extended."""
 
     to: PositiveInt | None = None
-    """The longest text in tokens that the model is to read; by default twice L."""
+    """The longest text in tokens that the model is to read; by default twice L, and 1.5 L with
+    shifted and string, whose reach ends below 2 L."""
     method: Literal["auto", SavedMethod] = "auto"
     """limited: distances beyond W score as if W (ReRoPE with log n), which changes nothing in texts
     of up to W tokens; leaky: beyond L/2 they grow so slowly that none reaches L (Leaky ReRoPE), and

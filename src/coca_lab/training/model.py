@@ -189,25 +189,22 @@ def model_config(recipe: Recipe, vocab_size: int, end_of_text: object = None) ->
     vanilla = AutoConfig.for_model(model.body, **common)
     if model.attention == OWN:
         return vanilla
-    fields = _attention_fields(model, vanilla, recipe.data.block_length)
+    length = recipe.data.block_length
+    if model.layers:
+        fields = role_fields(model, model.attention, vanilla, length)
+    else:
+        rotation: dict[str, Any] = {**model.rotation_fields(length)}
+        if model.near is not None:
+            rotation["distance_map"] = asdict(DistanceMap.limited(model.near))
+        fields = {
+            "coca_form": model.attention,
+            "rope_parameters": vanilla.rope_parameters | rotation,
+            "coca_linear": model.linear,
+        }
     changed = fields["rope_parameters"] != vanilla.rope_parameters
     if model.attention == "rope" and not model.layers and not changed:
         return vanilla
     return decoders()[model.body].config(**common | fields)
-
-
-def _attention_fields(model: ModelRecipe, vanilla: PretrainedConfig, length: int) -> dict[str, Any]:
-    """Fields in which a CoCA configuration differs from a vanilla one, for a training length."""
-    if model.layers:
-        return role_fields(model, model.attention, vanilla, length)
-    fields: dict[str, Any] = {**model.rotation_fields(length)}
-    if model.near is not None:
-        fields["distance_map"] = asdict(DistanceMap.limited(model.near))
-    return {
-        "coca_form": model.attention,
-        "rope_parameters": vanilla.rope_parameters | fields,
-        "coca_linear": model.linear,
-    }
 
 
 @torch.no_grad()

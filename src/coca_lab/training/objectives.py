@@ -13,13 +13,12 @@ windows and positions are those of its family, and wrappers for several processe
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from coca_attention.errors import UserError, error_prefix
@@ -45,10 +44,24 @@ def teacher_loss(
     check_teacher(teacher, student, objective)
     teacher.requires_grad_(False).eval()
     if objective == "attention":
-        with _matched_attention(teacher, student) as loss:
-            yield loss
-    else:
-        yield _matched_outputs(teacher, with_layers=objective == "hidden_states")
+        with _matched_attention(teacher, student) as matched:
+            yield matched
+        return
+    with_layers = objective == "hidden_states"
+
+    def loss(model: nn.Module, batch: Kwargs) -> Tensor:
+        with torch.no_grad():
+            theirs = teacher(**_inputs(batch), output_hidden_states=with_layers)
+        ours = model(**_inputs(batch), output_hidden_states=with_layers)
+        divergence = prediction_distance(ours.logits, theirs.logits)
+        if not with_layers:
+            return divergence
+        # The first are the embeddings.
+        pairs = zip(ours.hidden_states[1:], theirs.hidden_states[1:], strict=True)
+        distances = [relative_distance(x, y.to(x.device)) for x, y in pairs]
+        return divergence + HIDDEN_WEIGHT * _mean(distances)
+
+    yield loss
 
 
 def check_teacher(teacher: PreTrainedModel, student: PreTrainedModel, objective: Objective) -> None:
@@ -57,22 +70,20 @@ def check_teacher(teacher: PreTrainedModel, student: PreTrainedModel, objective:
         with error_prefix("objective attention: "):
             for model in (teacher, student):
                 family_of(model)
-    theirs, ours = (_shape(model.config, objective) for model in (teacher, student))
-    other = [f"{n} {theirs[n]} instead of {ours[n]}" for n in theirs if theirs[n] != ours[n]]
+    names = ["vocab_size"]
+    if objective != "logits":
+        names += ["num_hidden_layers", "hidden_size", "num_attention_heads"]
+    theirs = teacher.config.get_text_config()
+    ours = student.config.get_text_config()
+    sizes = {name: (getattr(theirs, name), getattr(ours, name)) for name in names}
+    if objective != "logits":
+        sizes["head_dim"] = (head_width(theirs), head_width(ours))
+    other = [f"{name} {its} instead of {own}" for name, (its, own) in sizes.items() if its != own]
     if other:
         raise UserError(
             f"the teacher does not fit the model for objective {objective}: it has "
             f"{', '.join(other)}; use the model that this one was converted from"
         )
-
-
-def _shape(config: PretrainedConfig, objective: Objective) -> dict[str, int]:
-    """Sizes that teacher and student must have in common."""
-    config = config.get_text_config()
-    if objective == "logits":
-        return {"vocab_size": config.vocab_size}
-    names = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads")
-    return {**{name: getattr(config, name) for name in names}, "head_dim": head_width(config)}
 
 
 def relative_distance(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -92,23 +103,6 @@ def prediction_distance(logits: Tensor, targets: Tensor) -> Tensor:
 
 def _mean(distances: list[Tensor]) -> Tensor:
     return torch.stack([x.to(distances[0].device) for x in distances]).mean()
-
-
-def _matched_outputs(teacher: PreTrainedModel, with_layers: bool) -> Loss:
-    """The divergence of the predictions and, with layers, the distance of their outputs."""
-
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        theirs = _read(teacher, batch, output_hidden_states=with_layers)
-        ours = model(**_inputs(batch), output_hidden_states=with_layers)
-        divergence = prediction_distance(ours.logits, theirs.logits)
-        if not with_layers:
-            return divergence
-        # The first are the embeddings.
-        pairs = zip(ours.hidden_states[1:], theirs.hidden_states[1:], strict=True)
-        distances = [relative_distance(x, y.to(x.device)) for x, y in pairs]
-        return divergence + HIDDEN_WEIGHT * _mean(distances)
-
-    return loss
 
 
 @contextmanager
@@ -167,7 +161,8 @@ def _matched_attention(teacher: PreTrainedModel, student: PreTrainedModel) -> It
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         # The logits are not used; one position costs least.
-        _read(teacher, batch, logits_to_keep=1)
+        with torch.no_grad():
+            teacher(**_inputs(batch), logits_to_keep=1)
         if isinstance(model, FSDPModule):
             # Outputs of layers have no gradients, which would trigger gathering the weights again.
             model.set_reshard_after_forward(False)
@@ -185,11 +180,6 @@ def _attention_layers(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module
     layout = family_of(model).layout
     modules = layout.modules(model.base_model)
     return [(module, module.get_submodule(layout.output_name)) for module in modules]
-
-
-@torch.no_grad()
-def _read(teacher: PreTrainedModel, batch: Kwargs, **kwargs: bool | int) -> Any:
-    return teacher(**_inputs(batch), **kwargs)
 
 
 def _inputs(batch: Kwargs) -> dict[str, Tensor | bool]:

@@ -40,7 +40,6 @@ from coca_lab.loading import (
     no_progress_bars,
 )
 from coca_lab.recipe import Recipe, all_fields, as_yaml
-from coca_lab.recipe_sections import TrainingRecipe
 from coca_lab.training.arguments import training_arguments
 from coca_lab.training.callbacks import shown
 from coca_lab.training.folder import (
@@ -259,30 +258,21 @@ def fit(run: Run, number: int) -> Summary:
     place, dtype = (run.output, run.dtype) if is_last else (folder, None)
     with catch_write_errors(place, trainer.describe_saved):
         trainer.save_trained(run.data.tokenizer, place, dtype)
+        tokens = settings.global_batch_size * recipe.data.block_length  # of a step
+        done = settings.steps - before.global_step
         summary = {
             **{name: getattr(stage, name) for name in ("name", "train", "objective")},
             **sizes,
             **trainer.curves(),
-            **_cost(settings, recipe.data.block_length, resume and before.global_step, seconds),
+            "steps": settings.steps,
+            "tokens": settings.steps * tokens,
+            "seconds": seconds if resume is None else None,  # known if it was not interrupted
+            "throughput": {"tokens_per_second": done * tokens / seconds} if seconds else None,
         }
         if state.is_main_process and not is_last:
             write_json(folder / STAGE_FILE, summary)
     state.wait_for_everyone()
     return summary
-
-
-def _cost(
-    settings: TrainingRecipe, length: int, resumed: int | None, seconds: float | None
-) -> Summary:
-    """Steps and tokens of a stage, and its seconds, which are known if it was not interrupted."""
-    tokens = settings.global_batch_size * length
-    done = settings.steps - (resumed or 0)
-    return {
-        "steps": settings.steps,
-        "tokens": settings.steps * tokens,
-        "seconds": seconds if resumed is None else None,
-        "throughput": {"tokens_per_second": done * tokens / seconds} if seconds else None,
-    }
 
 
 # Summarise: the record that marks the run as finished

@@ -74,7 +74,9 @@ def test_places_cover_the_text_and_the_order_of_questions_is_not_theirs(words):
 
 def test_a_text_without_room_is_refused(words):
     document = words(some_text(3000), add_special_tokens=False)["input_ids"]
-    with pytest.raises(UserError, match=r"100 tokens has no room for 10 needles .* hide fewer"):
+    with pytest.raises(
+        UserError, match=r"100 tokens has no room for 10 needles .* hide fewer \(`count`"
+    ):
         hide_needles(words, document, 100, 10, seed=[0])
 
 

@@ -102,7 +102,7 @@ def test_the_command_says_what_was_learned(text_folder, tmp_path, capsys):
     loss, perplexity = f"{last['loss']:.3f}", f"{summary['validation'][-1]['perplexity']:.2f}"
     line = f"step 6 of 6, loss {loss}, validation perplexity {perplexity}"
     assert re.search(rf"^\d\d:\d\d:\d\d {line}$", err, re.M)
-    assert out.rstrip().endswith(f"last loss {loss}, validation perplexity {perplexity}")
+    assert f"last loss {loss}, validation perplexity {perplexity}\nNext: coca generate" in out
 
 
 def test_in_a_terminal_every_loss_appears_once(text_folder, tmp_path, monkeypatch, capfd):
