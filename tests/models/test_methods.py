@@ -409,6 +409,23 @@ def test_distances_up_to_the_training_length_need_frequencies_of_one_length():
         extend_context(model, "leaky")
 
 
+def test_the_default_is_the_first_method_that_a_model_takes():
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 2,
+            "long_factor": [2.0] * 2, "original_max_position_embeddings": 32}  # fmt: skip
+    phi = vanilla("Phi-3", rope_parameters=rope, max_position_embeddings=64)
+    for model, to, method in (
+        (vanilla("Llama"), 128, "yarn"),
+        (vanilla("Llama"), 129, "limited"),
+        (phi, 128, "limited"),
+        (cohere(), 128, "temperature"),
+        (cohere(), 1024, "temperature"),
+    ):
+        assert extend_context(model, to=to, length=64).config.context_extension["method"] == method
+    model = AutoModelForCausalLM.from_config(GPT2Config(n_embd=16, n_head=2, n_layer=1))
+    with pytest.raises(UserError, match=r"no default method is for this model; yarn: .*; limited:"):
+        extend_context(model)
+
+
 def test_options_are_those_of_the_method():
     model = vanilla("Llama")
     with pytest.raises(UserError, match="dynamic has no option `beta_fast`: beta_fast is for"):

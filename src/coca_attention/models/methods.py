@@ -106,14 +106,15 @@ class Method:
         return self.folder and not self.left_out
 
     def on_short_texts(self, length: int) -> str:
-        """What is to be said of texts of up to L tokens; empty where it keeps them as they are."""
+        """What a method costs where it does not help; empty if nothing is known."""
         if self.within == "exact":
-            return ""
+            drift = f"Beyond {length:,} tokens {self.left_out}: answers there get worse."
+            return drift if self.left_out else ""
         said = f"Texts of up to {length:,} tokens change, too, and answers to them may get worse"
         if self.changes == "weights":  # of models that take no other method
             return f"{said}."
-        kept = " and ".join(row.name for row in ROWS if row.within == "exact" and row.folder)
-        return f"{said}; the methods {kept} keep them as they are."
+        kept = " and ".join(row.name for row in ROWS if row.within == "exact" and row.compared)
+        return f"{said}; method {kept} keeps them as they are."
 
 
 def limited(asked: Asked, near: int | None = None) -> dict[str, Any]:
@@ -234,6 +235,7 @@ ROWS = (
         within="exact",
         engines=STOCK[:1],
         parameters=rule_of_transformers("dynamic", names_length=False),
+        left_out="its frequencies change with every token of an answer, and cached keys do not",
     ),
     Method(
         "ntk",
@@ -344,7 +346,7 @@ def extend_context(
             that change rotary positions need a supported family, with rotary positions as in
             training.
         method: A row of `METHODS`, which docs/conversion.md describes; by default ``yarn`` for T up
-            to 2 L and ``limited`` for longer texts (`recommended`).
+            to 2 L and ``limited`` for longer texts, or what the model takes (`defaults`).
         to: T, the longest text in tokens that the model is to read; by default 2 L.
         length: L, the length in tokens that the model was made for; by default what its
             configuration says.
@@ -368,21 +370,27 @@ def extend_context(
         (4.0, 512)
     """
     check_is_loaded(model)
-    row = None
-    if method is not None:
-        saved = [each.name for each in METHODS.values() if each.folder]
-        if method == "auto":
-            raise UserError(
-                f"`method` must be one of {', '.join(saved)}, got 'auto': leave it out (None) for "
-                "the default; coca extend --check TEXT measures which is best"
-            )
-        row = method_named(method, saved)
-        if not row.folder:
-            nothing = row.changes == "nothing"
-            why = "changes nothing" if nothing else "depends on the text that is read"
-            raise UserError(f"method {method} {why}: no model is saved with it")
+    if method is None:
+        length, to = extended_lengths(model.config, to, length)
+        refused = []
+        for name in defaults(length, to):
+            try:
+                return extend_context(model, name, to=to, length=length, **options)
+            except UserError as error:
+                refused.append(f"{name}: {error}")
+        raise UserError(f"no default method is for this model; {'; '.join(refused)}")
+    saved = [each.name for each in METHODS.values() if each.folder]
+    if method == "auto":
+        raise UserError(
+            f"`method` must be one of {', '.join(saved)}, got 'auto': leave it out (None) for "
+            "the default; coca extend --check TEXT measures which is best"
+        )
+    row = method_named(method, saved)
+    if not row.folder:
+        nothing = row.changes == "nothing"
+        why = "changes nothing" if nothing else "depends on the text that is read"
+        raise UserError(f"method {method} {why}: no model is saved with it")
     length, to = extended_lengths(model.config, to, length, row)
-    row = row or METHODS[recommended(length, to)]
     restore = _snapshot(model)
     try:
         forget_gguf(model)
@@ -439,13 +447,16 @@ def applied(
         restore()
 
 
-def recommended(length: int, to: int) -> MethodName:
-    """The method to take where none was measured, for L and T in tokens (docs/README.md).
+def defaults(length: int, to: int) -> tuple[MethodName, ...]:
+    """The methods to take where none was measured, the first that the model takes.
 
-    YaRN up to 2 L, because engines have it and its perplexity is level with that of the others
-    there. Farther, limited distances: at 16 L YaRN has 1.4 times their perplexity.
+    YaRN up to 2 L, because engines have it and needles within L show no loss (results/smollm2).
+    Farther, limited distances: at 16 L YaRN has 1.4 times their perplexity (results/extension).
+    A temperature is for models that take neither.
     """
-    return "yarn" if to <= 2 * length else "limited"
+    if to <= 2 * length:
+        return ("yarn", "limited", "temperature")
+    return ("limited", "temperature")
 
 
 def method_named(method: str, offered: Collection[str] = METHODS.keys()) -> Method:

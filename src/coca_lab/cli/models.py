@@ -11,12 +11,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from coca_attention.errors import UserError
 from coca_attention.method_names import MethodName
 from coca_attention.models.configuration import (
+    extension_of,
     made_for,
     rope_parameters,
     rotation,
 )
 from coca_attention.models.conversion import Conversion
-from coca_attention.models.methods import METHODS, extend_context, extended_lengths, recommended
+from coca_attention.models.methods import METHODS, defaults, extend_context, extended_lengths
 from coca_lab.cli.console import ProgressBar, markdown_table, print_table
 from coca_lab.cli.parsing import as_typed_in
 from coca_lab.engine import Engine
@@ -88,14 +89,17 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
     model = model_without_weights(path)
     config = model.config
     length, to = extended_lengths(config, wanted.to, wanted.length, METHODS.get(wanted.method))
-    method = recommended(length, to) if wanted.method == "auto" else wanted.method
-    if not check.check:
-        _print_training_length(config, wanted.length)
-        _say_what_is_taken(wanted, method, length, to)
-    chosen = MethodSettings(method, to / length, _options(wanted, method), wanted.length)
     report = ""
     if check.check:
         chosen, report = _compare(path, model, wanted, check, length, to)
+    else:
+        method = wanted.method
+        if method == "auto":
+            extended = extend_context(deepcopy(model), to=to, length=length)
+            method = extension_of(extended.config.get_text_config())["method"]
+        _print_training_length(config, wanted.length)
+        _say_what_is_taken(wanted, method, length, to)
+        chosen = MethodSettings(method, to / length, _options(wanted, method), wanted.length)
     model = extend_folder(
         path,
         target,
@@ -118,7 +122,10 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
 
 def _say_what_is_taken(wanted: ExtendSettings, method: MethodName, length: int, to: int) -> None:
     """Say which method an unmeasured extension takes where it is not YaRN, and what is unknown."""
-    if wanted.method == "auto" and method != "yarn":
+    expected = defaults(length, to)[0]
+    if wanted.method == "auto" and method != expected:
+        print(f"Method: {method}; the default, {expected}, is not for this model")
+    elif wanted.method == "auto" and method != "yarn":
         print(
             f"Method: {method}, the default beyond twice the training length, where YaRN's "
             f"perplexity is higher; --method yarn runs in {in_words(METHODS['yarn'].engines)}, "

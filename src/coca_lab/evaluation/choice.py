@@ -21,7 +21,8 @@ RULE = (
     "the text. It loses if an interval lies above 0. Otherwise there are too few documents to "
     "tell. Beyond L, the methods that show no loss are compared by the probability that they give "
     "to the digits of the needles. If the documents show no difference between the best and "
-    "others, the one of them that most engines run without this package is taken."
+    "others, the one of them that most engines run without this package is taken; none where "
+    "no method finds them."
 )
 
 
@@ -227,19 +228,17 @@ class Choice:
     def taken(self) -> Read | None:
         """Of those that documents do not part from the best, the one that most engines run.
 
-        Where needles say nothing, the first of these, in the order of `METHODS`.
+        None where the best does no better than a guess beyond L: the text supports no choice.
         """
-        if self.best is None:
+        if not self.finds:
             return None
-        level = self.candidates
-        if self.finds:  # differences between guesses decide nothing
-            level = [each for each in level if not self._parted(each)]
+        level = [each for each in self.candidates if not self._parted(each)]
         # What runs in Transformers runs there with this package, too.
         engines = [len({*each.engines}.difference(PACKAGE)) for each in level]
         most_run = [
             each for each, count in zip(level, engines, strict=True) if count == max(engines)
         ]
-        return min(most_run, key=lambda each: mean_nats(each.far)) if self.finds else most_run[0]
+        return min(most_run, key=lambda each: mean_nats(each.far))
 
     def _parted(self, each: Read) -> bool:
         """Whether a candidate is worse than the best beyond L."""
@@ -264,25 +263,21 @@ class Choice:
         """Why it is taken, in words."""
         best = self.best
         taken = self.taken
-        if best is None or taken is None:
+        if best is None:
             words = "; ".join(f"{x.method}: {x.word(self.base, self.margins)}" for x in self.others)
             return f"No method shows that it loses nothing within L, so none is taken ({words})."
-        engines = f"runs in {in_words(taken.engines)}"
-        if not self.finds:
+        if taken is None:
             why = "No number is hidden farther back than L"
             told = "a longer --to or more --check-numbers hide some"
             if self.asks:
-                why = "No method finds the numbers beyond L"
-                told = f"the best has {_digit(best.far)}, a guess {GUESS:.2f}"
-            return (
-                f"{taken.method} is taken: it shows no loss within L and {engines}. {why}, so "
-                f"nothing can be said about which reads farther: {told}."
-            )
+                why = "No method that shows no loss within L finds the numbers beyond L"
+                told = f"the best, {best.method}, has {_digit(best.far)}, a guess {GUESS:.2f}"
+            return f"{why}, so none is taken: {told}."
         said = f"{taken.method} is taken: beyond L it has {_digit(taken.far)}"
         if taken is not best:
             said += (
-                f", and {engines}. {best.method} has {_digit(best.far)}, but the documents do not "
-                "show that it is better. The"
+                f", and runs in {in_words(taken.engines)}. {best.method} has "
+                f"{_digit(best.far)}, but the documents do not show that it is better. The"
             )
         else:
             said += ", the best. The"

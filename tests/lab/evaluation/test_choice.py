@@ -157,17 +157,13 @@ def test_a_model_that_finds_nothing_is_said_to_say_nothing():
     base = read("base", [2.4, 2.5, 2.6], near=2.4)
     choice = choice_of(base, read("yarn", [2.45, 2.55, 2.65], near=2.4))
     assert f"a guess has {GUESS:.2f}. Needles say nothing about it." in choice.warnings[0]
-    assert choice.reason.startswith(
-        "yarn is taken: it shows no loss within L and runs in Transformers, vLLM. No method finds "
-        "the numbers beyond L, so nothing can be said"
+    assert choice.taken is None and choice.reason == (
+        "No method that shows no loss within L finds the numbers beyond L, so none is taken: the "
+        f"best, yarn, has 2.65 nats a digit (probability 7%), a guess {GUESS:.2f}."
     )
-    assert choice.warnings[1] == "Beyond L yarn is no better than the last 4,096 tokens alone."
-    # What nobody finds by chance decides nothing: of methods that as many engines run, the first.
-    luckier = replace(read("yarn", [2.43, 2.56, 2.62], near=2.4), method="ntk")
-    assert choice_of(base, *choice.others, luckier).taken is choice.others[0]
-    # Not even by an interval, before what other engines run.
+    # Not even one that is the best by an interval.
     sure = replace(read("leaky", [2.40, 2.50, 2.60], near=2.4), engines=())
-    assert choice_of(base, sure, *choice.others).taken is choice.others[0]
+    assert choice_of(base, sure, *choice.others).taken is None
     assert not choice_of(read("base", [2.4, 2.5, 2.6]), read("yarn", [1.0, 1.1, 1.2])).warnings
 
 
