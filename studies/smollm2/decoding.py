@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from coca_attention.models.methods import applied
 from coca_lab.environment import describe_environment
-from coca_lab.files import write_json
+from coca_lab.files import read_json, write_json
 from coca_lab.intervals import mean_interval
 
-METHODS = ("dynamic", "yarn", "limited")
+METHODS = ("dynamic", "yarn")
 TO = 12_288
 PROMPT = 8_500
 ANSWER = 512
@@ -48,7 +48,7 @@ def nats_token_by_token(model: PreTrainedModel, ids: Tensor) -> float:
 
 
 def main() -> None:
-    """Measure every method on every document, and write what was found after each."""
+    """Measure every method on every document; what the file has already is not measured again."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model", help="folder or name")
     parser.add_argument("books", type=Path, help="JSON lines with a field text")
@@ -63,25 +63,31 @@ def main() -> None:
         if len(ids) == PROMPT + ANSWER + 1:
             texts.append(torch.tensor([ids]))
     texts = texts[: given.documents]
-    rows = []
+    rows = read_json(given.results)["rows"] if given.results.exists() else []
     for method in METHODS:
-        changes = []
         for number, ids in enumerate(texts):
+            if any((row["method"], row["document"]) == (method, number) for row in rows):
+                continue
             with applied(model, method, to=TO):
-                whole = nats_at_once(model, ids)
-                alone = nats_token_by_token(model, ids)
-            changes.append(alone - whole)
+                at_once = nats_at_once(model, ids)
+                token_by_token = nats_token_by_token(model, ids)
             rows.append(
                 {
                     "method": method,
                     "document": number,
-                    "perplexity_at_once": math.exp(whole),
-                    "perplexity_token_by_token": math.exp(alone),
+                    "perplexity_at_once": math.exp(at_once),
+                    "perplexity_token_by_token": math.exp(token_by_token),
                 }
             )
-            print(rows[-1], flush=True)
             write_json(given.results, {"rows": rows, "environment": describe_environment()})
-        print(f"{method}: mean change in nats, and its 95 % interval:", mean_interval(changes))
+        changes = [
+            math.log(row["perplexity_token_by_token"] / row["perplexity_at_once"])
+            for row in rows
+            if row["method"] == method
+        ]
+        mean = math.expm1(sum(changes) / len(changes))
+        interval = [math.expm1(end) for end in mean_interval(changes) or ()]
+        print(f"{method}: {mean:.1%} more perplexity token by token; 95 % interval", interval)
 
 
 if __name__ == "__main__":

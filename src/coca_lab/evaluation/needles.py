@@ -35,13 +35,16 @@ def measure_needles(
         model.texts[name] = _texts(model, settings)
     measurements = []
     for length, texts in model.texts[name].items():
-        measurements.append(_measure_cell(model, settings, method, method.facts, length, texts))
+        about = _hash([*texts.values()])
+        measurements.append(
+            _measure_cell(model, settings, method, method.facts, length, texts, about)
+        )
         last = settings.attend_last
         if last is not None and last < length:
             ends = {name: text.last(last) for name, text in texts.items()}
             alone = {"scaling": last_alone(last), "factor": None}
             measurements.append(
-                _measure_cell(model, settings, MethodSettings(), alone, length, ends)
+                _measure_cell(model, settings, MethodSettings(), alone, length, ends, about)
             )
     return measurements
 
@@ -78,8 +81,13 @@ def _measure_cell(
     scaled: Cell,
     length: int,
     texts: dict[str, NeedleText],
+    about: str,
 ) -> Measurement:
-    """The readings of one length, and their cell, which ``scaled`` names the method of."""
+    """The readings of one length, and their cell.
+
+    ``scaled`` is what the cell says of the method, and ``about`` of the texts: a reading of their
+    ends is compared with one of all of them.
+    """
     near = settings.near or model.facts["training_length"]
     label = " ".join((model.name, *method.words, f"needles {length:,}"))
 
@@ -107,7 +115,7 @@ def _measure_cell(
             "count": settings.count,
             "digits": DIGITS,
             "seed": settings.seed,
-            "text": _hash([*texts.values()]),
+            "text": about,
             "near": near,
             "rope_parameters": model.module and method.parameters(model.module, length),
         }

@@ -131,6 +131,7 @@ def test_the_last_tokens_alone_find_what_they_have(words, books):
     short, whole, last = evaluate(NEEDLES_TASK, Model(module, words), settings)
     assert [cell["length"] for cell in (short, whole, last)] == [300, 800, 800]
     assert [cell["scaling"] for cell in (whole, last)] == ["none", "last 500 tokens alone"]
+    assert whole["text"] == last["text"]  # so that reports show them side by side
     assert whole["found"] == 12
     found = 0
     for index, (all_read, cut) in enumerate(
