@@ -20,19 +20,16 @@ from coca_attention import __version__
 from coca_attention.errors import UserError, install, published_at
 from coca_attention.method_names import MethodName
 from coca_attention.models.configuration import (
+    EXTENSION,
     GLOBAL,
     LOCAL,
     attention_of,
     head_width,
+    made_for,
     rope_parameters,
-    training_length,
 )
 from coca_attention.models.conversion import Conversion, convert, load_original
-from coca_attention.models.methods import (
-    EXTENSION,
-    METHODS,
-    extend_context,
-)
+from coca_attention.models.methods import METHODS, extend_context
 from coca_lab.data import load_tokenizer
 from coca_lab.data.text import TOKENIZER_FILES
 from coca_lab.files import belongs_to, check_can_be_written, find_model, known_problem, writing
@@ -346,14 +343,11 @@ def facts(config: PreTrainedConfig) -> dict[str, str]:
         ", ".join(f"{n} {x}" for n, x in rope.items() if isinstance(x, str | int | float))
         for rope in ropes
     )
-    length = training_length(config)
+    length, _ = made_for(config)
     context = f"{length:,} tokens" if length else ""
     extended = getattr(config, EXTENSION, None)
     if extended:
-        context = (
-            f"{extended['to']:,} tokens, extended from {extended['length']:,} by "
-            f"{extended['method']}"
-        )
+        context = f"{extended['to']:,} tokens, extended from {length:,} by {extended['method']}"
     return {
         "attention": f"{attention}; {heads} heads of {head_width(config)}, {groups} for keys and "
         "values",

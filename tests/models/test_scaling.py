@@ -28,6 +28,7 @@ def scaled_by_transformers(model, changes):
     config["rope_parameters"] = rope | {"full_attention": changed} if nested else changed
     scaled = AutoModelForCausalLM.from_config(type(model.config)(**config)).eval()
     scaled.load_state_dict(model.state_dict())
+    scaled.config._experts_implementation = model.config._experts_implementation
     return scaled
 
 
@@ -114,10 +115,14 @@ def test_every_family_is_consistent_when_scaled(family, form):
         set_rotary_scaling(model, kind, factor=4.0, **rule_for(model, kind))
         assert difference(logits(model, ids), plain) > 1e-3
         checks = ("decoding", "long then short", "left padding")
-        assert_consistent(model, ids, checks, tolerance=1e-11)
+        if form == "vanilla":
+            # Transformers' tables are in float32, and its longrope changes as a text grows.
+            checks = checks[kind == "longrope" :]
+            assert_consistent(model, ids, checks, tolerance=1e-5)
+        else:
+            assert_consistent(model, ids, checks, tolerance=1e-11)
     set_rotary_scaling(model, "none")
-    # Transformers keeps its frequencies in float32.
-    assert difference(logits(model, ids), plain) < (1e-4 if form == "vanilla" else 1e-12)
+    assert difference(logits(model, ids), plain) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -132,7 +137,7 @@ def test_vanilla_families_scale_as_transformers_scales_them(family, kind, tmp_pa
     expected = logits(theirs, ids)
     set_rotary_scaling(model, kind, factor=4.0, **extra)
     for scaled in (model, reloaded(model, tmp_path)):
-        assert difference(logits(scaled, ids), expected) < 1e-4
+        assert torch.equal(logits(scaled, ids), expected)
     assert difference(logits(vanilla(family), ids), expected) > 1e-3
     if kind == "dynamic":
         return

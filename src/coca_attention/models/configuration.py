@@ -41,6 +41,8 @@ UNSUPPORTED = {
 ROTARY = "rope"
 """``coca_form`` of models whose pairs are all free: their attention is rotary."""
 LETTERS = {"l": LOCAL, "g": GLOBAL}
+EXTENSION = "context_extension"
+"""Our field of config.json: by what method a model was extended, from which L to which T."""
 WITHOUT_POSITIONS = ("cohere2", "afmoe")
 """Model types whose layers with full attention have no positions, which no field says."""
 WITHOUT_BESIDE_WINDOWS = ("exaone4", "exaone_moe")
@@ -121,9 +123,13 @@ def made_for(config: PreTrainedConfig) -> tuple[int | None, str]:
     """L, the longest text that a model was made to read, in tokens, and what says so.
 
     Where a rule has extended a model, that is the length with the rule (Llama 3.1: 131,072), not
-    `original_length`. Public configurations say it in several ways; where they leave it open, the
-    reason begins with "assumed". None if nothing says it.
+    `original_length`; where `extend_context` has, the length from which it did. Public
+    configurations say it in several ways; where they leave it open, the reason begins with
+    "assumed". None if nothing says it.
     """
+    extended = getattr(config, EXTENSION, None)
+    if extended:
+        return extended["length"], f"from which {extended['method']} has extended it"
     longest = getattr(config, "max_position_embeddings", None)
     rope = rope_parameters(config)
     kind = rope.get("rope_type", "default")
@@ -160,19 +166,15 @@ def made_for(config: PreTrainedConfig) -> tuple[int | None, str]:
     return max([*found, *stated], key=lambda pair: pair[0])
 
 
-def training_length(config: PreTrainedConfig) -> int | None:
-    """L, the longest text that a model was made to read, in tokens, as `made_for` finds it."""
-    return made_for(config)[0]
-
-
 def original_length(config: PreTrainedConfig) -> int | None:
-    """The length in tokens that a rotary rule scales from; without a rule, the training length."""
+    """The length in tokens that a rotary rule scales from; without a rule, that of `made_for`."""
     rope = rope_parameters(config)
-    length = training_length(config)
     given = rope.get("original_max_position_embeddings")
-    if given is None and length is not None and rope.get("rope_type") == "linear":
-        return round(length / rope["factor"])
-    return given or length
+    if given:
+        return given
+    length, _ = made_for(config)
+    scaled = rope.get("rope_type") == "linear" and not getattr(config, EXTENSION, None)
+    return round(length / rope["factor"]) if scaled and length is not None else length
 
 
 def check_is_computed(config: PreTrainedConfig) -> None:

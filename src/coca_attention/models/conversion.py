@@ -27,10 +27,10 @@ from coca_attention.models.configuration import (
     check_is_computed,
     has_own_roles,
     head_width,
+    made_for,
     role_fields,
     rope_parameters,
     rotation,
-    training_length,
     unsupported,
     window_of,
     without_positions,
@@ -259,7 +259,7 @@ def _added_fields(config: PreTrainedConfig, wanted: Conversion) -> dict[str, Any
     }
     if wanted.roles is None and not wanted.limits_distances:
         return added
-    length = wanted.length or training_length(config)
+    length = wanted.length or made_for(config)[0]
     if length is None:
         raise UserError(
             f"roles and limits of distances need a training length; {config.model_type} has no "

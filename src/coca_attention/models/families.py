@@ -268,10 +268,7 @@ FAMILIES: list[Family] = [
     Family(transformers.Olmo3ForCausalLM, layout=SPANNING),
     Family(transformers.OlmoeForCausalLM, layout=SPANNING),
     GPT_NEOX,
-    Family(
-        transformers.CohereForCausalLM,
-        layout=AttentionLayout(interleaved=True, interleaved_tables=True),
-    ),
+    Family(transformers.CohereForCausalLM, layout=INTERLEAVED),
     Family(transformers.GlmForCausalLM, layout=INTERLEAVED),
     Family(transformers.Glm4ForCausalLM, layout=INTERLEAVED),
     Family(transformers.HeliumForCausalLM, layout=INTERLEAVED),

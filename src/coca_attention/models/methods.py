@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from coca_attention.errors import RENAMED, UserError, check_is_loaded, did_you_mean
 from coca_attention.method_names import MethodName
 from coca_attention.models.configuration import (
+    EXTENSION,
     GLOBAL,
     check_is_computed,
     head_width,
@@ -30,7 +31,7 @@ from coca_attention.models.configuration import (
 )
 from coca_attention.models.conversion import convert, forget_gguf
 from coca_attention.models.folding import fold_temperature, position_free_queries
-from coca_attention.models.scaling import set_own_rotary, set_rotary_scaling
+from coca_attention.models.scaling import set_rope_parameters, set_rotary_scaling
 from coca_attention.ops import NTK, DistanceMap
 from coca_attention.ops.checks import check_whole
 
@@ -39,8 +40,6 @@ STOCK = ("Transformers", "vLLM", "SGLang", "llama.cpp")
 UNTRIED = ("SGLang", "llama.cpp")
 """Those of them in which nothing extended here has run: their sources have what it takes."""
 PACKAGE = ("Transformers with this package",)
-EXTENSION = "context_extension"
-"""Our field of config.json: by what method a model was extended, from which L to which T."""
 
 
 class Asked(NamedTuple):
@@ -632,16 +631,8 @@ def _set_frequencies(
     present = rope_parameters(config).get("rope_type", "default")
     if present != "default":
         _refuse_to_replace(method, present)
-    kind = parameters["rope_type"]
-    given = {
-        name: value
-        for name, value in parameters.items()
-        if name not in ("rope_type", "rope_theta", "original_max_position_embeddings")
-    }
-    set_rotary_scaling(model, "none" if kind == "default" else kind, **given)
-    set_here = ("rope_theta", "original_max_position_embeddings")
-    rope = rope_parameters(config)
-    rope |= {name: parameters[name] for name in set_here if name in parameters}
+    kind = parameters.pop("rope_type")
+    set_rotary_scaling(model, "none" if kind == "default" else kind, **parameters)
     # From which Transformers computes the base of `dynamic`.
     config.max_position_embeddings = length if kind in ("dynamic", "ntk") else to
 
@@ -654,6 +645,14 @@ def _fold(
     queries = position_free_queries(model)
     kinds = zip(layer_types(config), without_positions(config), strict=True)
     if any(kind == GLOBAL and not free for kind, free in kinds):
-        set_own_rotary(model, parameters)
+        rope = rope_parameters(config)
+        several = rope is not config.rope_parameters or getattr(config, "layer_rope_theta", None)
+        if several or rope.get("rope_type", "default") != "default":
+            raise UserError(
+                f"the rotary layers of {config.model_type} that see the whole text cannot be "
+                "scaled: expected one set of rotary parameters without a rule, got "
+                f"{config.rope_parameters}"
+            )
+        set_rope_parameters(model, rope | parameters)
     fold_temperature(queries, math.log(to + 1) / math.log(length + 1))
     config.max_position_embeddings = to

@@ -18,7 +18,7 @@ from coca_attention.models.configuration import (
 )
 from coca_attention.models.families import FAMILIES, supported_families
 from coca_attention.models.frequencies import DEFAULTS, PARAMETERS
-from coca_attention.models.rotary import CoCARotary, VanillaRotary
+from coca_attention.models.rotary import CoCARotary, StatelessRotary
 from coca_attention.ops import NTK, RULES
 from coca_attention.ops.checks import check_whole
 
@@ -68,31 +68,24 @@ def set_rotary_scaling(
     """
     check_is_loaded(model)
     config = model.config.get_text_config()
-    modules = _rotary_modules(model)
-    if not modules:
-        raise UserError(
-            f"a model of type {config.model_type!r} has no rotary embedding to scale; use scaling "
-            "none"
-        )
+    for module in rotary_modules(model).values():
+        made = module.made if isinstance(module, StatelessRotary) else type(module)
+        # A subclass of a family's may compute something else.
+        if made is not CoCARotary and all(made is not family.rotary for family in FAMILIES):
+            raise UserError(
+                f"scaling of the rotary embedding {made.__name__} is not supported; supported are "
+                f"those of {supported_families(model)}"
+            )
     given = {"factor": factor, "length": length, **parameters}
     try:
+        rope = _changed_parameters(config, kind, given)
         probe = copy.copy(config)
-        rule = _changed_parameters(config, kind, given)
-        if rope_parameters(config) is not config.rope_parameters:  # a set for each layer type
-            rule = config.rope_parameters | {GLOBAL: rule}
-        probe.rope_parameters = rule
+        probe.rope_parameters = with_global(config, rope)
         # Compute the tables once, which checks the parameters, before changing the model.
         CoCARotary(probe)(torch.zeros(1), torch.zeros(1, 1, dtype=torch.long))
     except (ValueError, TypeError, ArithmeticError) as error:
         raise UserError(str(error)) from error
-    replacements = {
-        name: VanillaRotary(config, _has_interleaved_tables(module, model))
-        for name, module in modules.items()
-        if not isinstance(module, CoCARotary)
-    }
-    config.rope_parameters = probe.rope_parameters
-    for name, replacement in replacements.items():
-        model.set_submodule(name, replacement)
+    set_rope_parameters(model, rope)
 
 
 def _changed_parameters(
@@ -124,7 +117,8 @@ def _changed_parameters(
         taken = set(RULES[kind].field_names()) - {"training_length"}
         defaults = {name: getattr(RULES[kind], name, None) for name in taken}
     given = {name: value for name, value in given.items() if value is not None}
-    unknown = sorted(set(given) - taken - {"factor"})  # which every rule may be called with
+    # Every rule may be called with these.
+    unknown = sorted(set(given) - taken - {"factor", *KEPT[:3]})
     if unknown:
         takes = f"; it takes {', '.join(sorted(taken))}" if taken else ""
         raise UserError(f"rotary scaling {kind!r} does not take {', '.join(unknown)}{takes}")
@@ -136,6 +130,7 @@ def _changed_parameters(
         )
     rope_type = rope_type_of(kind)
     changed = {name: rope[name] for name in KEPT if name in rope} | {"rope_type": rope_type}
+    changed |= {name: given[name] for name in KEPT[:3] if name in given}
     if kind in PARAMETERS and kind != "dynamic" and trained:
         # Transformers requires it to save the configuration.
         changed.setdefault("original_max_position_embeddings", trained)
@@ -154,46 +149,40 @@ def _changed_parameters(
     return changed
 
 
-def set_own_rotary(model: PreTrainedModel, parameters: dict[str, Any]) -> None:
-    """Set a rule of Transformers in a model of any family, whose own rotary module computes it.
+def with_global(config: PreTrainedConfig, rope: dict[str, Any]) -> dict[str, Any]:
+    """``rope_parameters`` of a configuration with others for layers that see the whole text."""
+    one_set = rope_parameters(config) is config.rope_parameters
+    return rope if one_set else config.rope_parameters | {GLOBAL: rope}
 
-    Args:
-        model: A model with one set of rotary parameters, as in training.
-        parameters: Entries of ``rope_parameters``.
 
-    Raises:
-        UserError: If it has a rule, or several sets.
+def set_rope_parameters(model: PreTrainedModel, rope: dict[str, Any]) -> None:
+    """Set the rotary parameters of layers that see the whole text, and make its rotary modules.
+
+    They are Transformers' own, so a model computes what its files would be loaded as.
     """
     config: PreTrainedConfig = model.config.get_text_config()
-    rope = rope_parameters(config)
-    modules = _rotary_modules(model)
-    several = rope is not config.rope_parameters or getattr(config, "layer_rope_theta", None)
-    if several or rope.get("rope_type", "default") != "default" or not modules:
-        raise UserError(
-            f"the rotary layers of {config.model_type} that see the whole text cannot be scaled: "
-            f"expected one set of rotary parameters without a rule, got {config.rope_parameters}"
-        )
-    config.rope_parameters = rope | parameters
-    for name, module in modules.items():
-        made: nn.Module = type(module)(config)
-        buffer = next(module.buffers())
-        model.set_submodule(name, made.to(buffer.device))
+    config.rope_parameters = with_global(config, rope)
+    for name, module in rotary_modules(model).items():
+        if isinstance(module, CoCARotary):  # it reads the configuration in every pass
+            continue
+        kind = module.made if isinstance(module, StatelessRotary) else type(module)
+        made = StatelessRotary(kind, config)
+        if rope["rope_type"] != "dynamic":
+            made = kind(config).to(next(model.parameters()).device)
+        model.set_submodule(name, made)
 
 
-def _rotary_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
-    return {
+def rotary_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The rotary modules of a model by name; UserError if it has none."""
+    found = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, CoCARotary) or hasattr(module, "compute_default_rope_parameters")
+        if isinstance(module, CoCARotary | StatelessRotary)
+        or hasattr(module, "compute_default_rope_parameters")
     }
-
-
-def _has_interleaved_tables(module: nn.Module, model: PreTrainedModel) -> bool:
-    """See `AttentionLayout`; UserError unless the rotary module is a family's."""
-    for family in FAMILIES:
-        if type(module) is family.rotary:  # a subclass may compute something else
-            return family.layout.interleaved_tables
-    raise UserError(
-        f"scaling of the rotary embedding {type(module).__name__} is not supported; supported are "
-        f"those of {supported_families(model)}"
-    )
+    if not found:
+        raise UserError(
+            f"a model of type {model.config.get_text_config().model_type!r} has no rotary "
+            "embedding to scale; use scaling none"
+        )
+    return found
