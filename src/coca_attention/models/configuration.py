@@ -57,6 +57,12 @@ def rope_parameters(config: PreTrainedConfig, layer_type: str | None = None) -> 
     return rope
 
 
+def with_global(config: PreTrainedConfig, rope: dict[str, Any]) -> dict[str, Any]:
+    """``rope_parameters`` of a configuration with others for layers that see the whole text."""
+    one_set = rope_parameters(config) is config.rope_parameters
+    return rope if one_set else config.rope_parameters | {GLOBAL: rope}
+
+
 def layer_types(config: PreTrainedConfig) -> list[str]:
     """The type of every layer: in a family without types but with a window (Mistral), `LOCAL`."""
     kind = LOCAL if own_window(config) else GLOBAL
@@ -247,7 +253,16 @@ def rotation(config: PreTrainedConfig, layer_type: str | None = None) -> Rotatio
         )
     longest = getattr(config, "max_position_embeddings", None)
     trained = rope.get("original_max_position_embeddings") or longest  # as Transformers reads it
-    made = _rule(rope_type, rope, trained, longest)
+    rules = {rope_type_of(kind): rule for kind, rule in RULES.items()}
+    if rope_type in PARAMETERS:
+        made = StockRule.of(rope_type, rope, trained, longest)
+    elif rope_type in rules:
+        made = rules[rope_type].from_parameters(rope, trained)
+    else:
+        raise ValueError(
+            f"rope_type {rope_type!r} is not supported by CoCA models; choose one of "
+            f"{', '.join((*rules, *PARAMETERS))}"
+        )
     settles = None
     options = {
         name: rope[key] for key, name in ROTATION_FIELDS.items() if rope.get(key) is not None
@@ -268,19 +283,6 @@ def rotation(config: PreTrainedConfig, layer_type: str | None = None) -> Rotatio
         settles=settles,
         **options,
     )
-
-
-def _rule(rope_type: str, rope: dict[str, Any], trained: int | None, longest: int | None) -> Rule:
-    """The scaling rule of rotary parameters, of Transformers or registered."""
-    if rope_type in PARAMETERS:
-        return StockRule.of(rope_type, rope, trained, longest)
-    rules = {rope_type_of(kind): rule for kind, rule in RULES.items()}
-    if rope_type not in rules:
-        raise ValueError(
-            f"rope_type {rope_type!r} is not supported by CoCA models; choose one of "
-            f"{', '.join((*rules, *PARAMETERS))}"
-        )
-    return rules[rope_type].from_parameters(rope, trained)
 
 
 def _distance_map(given: Any) -> DistanceMap:

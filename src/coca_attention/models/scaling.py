@@ -15,6 +15,7 @@ from coca_attention.models.configuration import (
     original_length,
     rope_parameters,
     rope_type_of,
+    with_global,
 )
 from coca_attention.models.families import FAMILIES, supported_families
 from coca_attention.models.frequencies import DEFAULTS, PARAMETERS
@@ -147,12 +148,6 @@ def _changed_parameters(
     if "factor" in changed:
         changed["factor"] = float(changed["factor"])
     return changed
-
-
-def with_global(config: PreTrainedConfig, rope: dict[str, Any]) -> dict[str, Any]:
-    """``rope_parameters`` of a configuration with others for layers that see the whole text."""
-    one_set = rope_parameters(config) is config.rope_parameters
-    return rope if one_set else config.rope_parameters | {GLOBAL: rope}
 
 
 def set_rope_parameters(model: PreTrainedModel, rope: dict[str, Any]) -> None:
