@@ -58,7 +58,8 @@ def set_rotary_scaling(
         factor: Scaling factor, at least 1. Default: that of the current rule if it is of the same
             kind; for ``longrope``, derived from the configuration; otherwise 1.
         length: Target length in tokens, for ``ntk`` (without it the base is multiplied by
-            ``factor ** (D / (D - 2))``) and ``longrope`` (without it the long factors apply).
+            ``factor ** (D / (D - 2))``) and, in CoCA models, ``longrope`` (without it the long
+            factors apply; Transformers' own models choose by each text).
         **parameters: Other parameters of the rule (what Transformers reads, or the fields of a
             registered class), for example ``low_freq_factor`` for ``llama3``. Default: those of the
             current rule if it is of the same kind.
@@ -169,7 +170,7 @@ def set_rope_parameters(model: PreTrainedModel, rope: dict[str, Any]) -> None:
 
 def rotary_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The rotary modules of a model by name; UserError if it has none."""
-    found = {
+    found: dict[str, nn.Module] = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, CoCARotary | StatelessRotary)
