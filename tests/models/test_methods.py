@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig
 from coca_attention import convert, extend_context, set_rotary_scaling
 from coca_attention.errors import UserError
 from coca_attention.method_names import MethodName
-from coca_attention.models import made_for, use_fused_attention
-from coca_attention.models.configuration import rope_parameters, rotation
+from coca_attention.models import Roles, made_for, use_fused_attention
+from coca_attention.models.configuration import original_length, rope_parameters, rotation
 from coca_attention.models.methods import METHODS, applied
 from coca_attention.ops import DistanceMap
 from coca_attention.testing import (
@@ -82,6 +82,10 @@ def test_the_rules_are_for_the_length_to_read():
     rule = rotation(model.config).rule
     assert (rule.kind, rule.factor, rule.training_length) == ("yarn", 2.5, 64)
     assert made_for(model.config) == (64, "from which yarn has extended it")
+    linear = extend_context(vanilla("Llama"), "linear").config
+    assert made_for(linear)[0] == original_length(linear) == 64
+    taken = convert(extend_context(vanilla("Llama"), "yarn"), "rope", roles=Roles("lg", window=8))
+    assert rotation(taken.config, "full_attention").temperature == 64
     model = extend_context(vanilla("Llama"), "ntk")  # 2 L by default; heads of 8
     assert rotation(model.config).base == pytest.approx(1e4 * 2 ** (8 / 6))
     assert rotation(extend_context(vanilla("Llama"), "dynamic").config).rule.factor == 2
