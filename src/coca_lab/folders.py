@@ -24,6 +24,7 @@ from coca_attention.models.configuration import (
     GLOBAL,
     LOCAL,
     attention_of,
+    extension_of,
     head_width,
     made_for,
     rope_parameters,
@@ -276,7 +277,7 @@ def write_card(
     rope = rope_parameters(config)
     used = {name for name, value in rope.items() if value is not None}
     used |= {attention_of(config), rope.get("rope_type")}
-    extended = getattr(config, EXTENSION, None)
+    extended = extension_of(config)
     if extended:  # what sets these is named by its method
         used -= {"distance_map", "yarn"}
     methods = [origin for name, origin in ORIGINS.items() if name in used]
@@ -345,7 +346,7 @@ def facts(config: PreTrainedConfig) -> dict[str, str]:
     )
     length, _ = made_for(config)
     context = f"{length:,} tokens" if length else ""
-    extended = getattr(config, EXTENSION, None)
+    extended = extension_of(config)
     if extended:
         context = f"{extended['to']:,} tokens, extended from {length:,} by {extended['method']}"
     return {

@@ -84,6 +84,11 @@ def test_the_rules_are_for_the_length_to_read():
     assert made_for(model.config) == (64, "from which yarn has extended it")
     linear = extend_context(vanilla("Llama"), "linear").config
     assert made_for(linear)[0] == original_length(linear) == 64
+    # A rule of training stays beside a method, and L is still the length with it.
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    for method in ("limited", "leaky", "shifted"):
+        scaled = extend_context(vanilla("Llama", rope_parameters=rope), method, to=100).config
+        assert (made_for(scaled)[0], original_length(scaled)) == (64, 32)
     taken = convert(extend_context(vanilla("Llama"), "yarn"), "rope", roles=Roles("lg", window=8))
     assert rotation(taken.config, "full_attention").temperature == 64
     model = extend_context(vanilla("Llama"), "ntk")  # 2 L by default; heads of 8
@@ -410,10 +415,28 @@ def test_options_are_those_of_the_method():
         extend_context(model, "dynamic", beta_fast=2.0)
     with pytest.raises(UserError, match="yarn has no option `speed`: it takes attention_factor"):
         extend_context(model, "yarn", speed=2)
+    with pytest.raises(UserError, match="no option `max_distance`: it is called near now"):
+        extend_context(model, "limited", to=256, max_distance=8)
     with pytest.raises(UserError, match="no model is saved with it"):
         extend_context(model, "ntk_text")
     extend_context(model, "yarn", beta_fast=16.0)
     assert model.config.rope_parameters["beta_fast"] == 16.0
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("yarn", "must have method, length and to, .* got 'yarn': extend the original"),
+        ({"method": "yarn", "to": 128}, "must have method, length and to"),
+        ({"method": "yarn", "length": "64", "to": 128}, "length of .* whole number.*got '64'"),
+        ({"method": "yarn", "length": 64, "to": None}, "to of .* whole number.*got None"),
+    ],
+)
+def test_what_an_extension_has_written_is_checked(written, message):
+    config = vanilla("Llama").config
+    config.context_extension = written
+    with pytest.raises(UserError, match=message):
+        made_for(config)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

@@ -125,6 +125,24 @@ def attention_of(config: PreTrainedConfig) -> str | None:
     return ROTARY if getattr(config, "rope_parameters", None) else None
 
 
+def extension_of(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """What `extend_context` has written: the method, L as ``length`` and T as ``to``.
+
+    None of a model that was not extended. UserError if something of it is missing.
+    """
+    found = getattr(config, EXTENSION, None)
+    if not found:
+        return None
+    if not isinstance(found, dict) or not {"method", "length", "to"} <= found.keys():
+        raise UserError(
+            f"{EXTENSION} in config.json must have method, length and to, as extend_context writes "
+            f"them; got {found!r}: extend the original model once more"
+        )
+    for name in ("length", "to"):
+        check_whole(f"{name} of {EXTENSION} in config.json", found[name], error=UserError)
+    return found
+
+
 def made_for(config: PreTrainedConfig) -> tuple[int | None, str]:
     """L, the longest text that a model was made to read, in tokens, and what says so.
 
@@ -132,8 +150,11 @@ def made_for(config: PreTrainedConfig) -> tuple[int | None, str]:
     `original_length`; where `extend_context` has, the length from which it did. Public
     configurations say it in several ways; where they leave it open, the reason begins with
     "assumed". None if nothing says it.
+
+    Raises:
+        UserError: If what `extend_context` writes is incomplete.
     """
-    extended = getattr(config, EXTENSION, None)
+    extended = extension_of(config)
     if extended:
         return extended["length"], f"from which {extended['method']} has extended it"
     longest = getattr(config, "max_position_embeddings", None)
@@ -179,8 +200,12 @@ def original_length(config: PreTrainedConfig) -> int | None:
     if given:
         return given
     length, _ = made_for(config)
-    scaled = rope.get("rope_type") == "linear" and not getattr(config, EXTENSION, None)
-    return round(length / rope["factor"]) if scaled and length is not None else length
+    extended = extension_of(config)
+    if extended and extended["method"] == "linear":
+        return length
+    if length is not None and rope.get("rope_type") == "linear":
+        return round(length / rope["factor"])
+    return length
 
 
 def check_is_computed(config: PreTrainedConfig) -> None:

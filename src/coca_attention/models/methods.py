@@ -17,12 +17,13 @@ from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from coca_attention.errors import UserError, check_is_loaded, did_you_mean
+from coca_attention.errors import RENAMED, UserError, check_is_loaded, did_you_mean
 from coca_attention.method_names import MethodName
 from coca_attention.models.configuration import (
     EXTENSION,
     GLOBAL,
     check_is_computed,
+    extension_of,
     head_width,
     layer_types,
     made_for,
@@ -31,7 +32,11 @@ from coca_attention.models.configuration import (
 )
 from coca_attention.models.conversion import convert, forget_gguf
 from coca_attention.models.folding import fold_temperature, position_free_queries
-from coca_attention.models.scaling import set_rope_parameters, set_rotary_scaling
+from coca_attention.models.scaling import (
+    rotary_modules,
+    set_rope_parameters,
+    set_rotary_scaling,
+)
 from coca_attention.ops import NTK, DistanceMap
 from coca_attention.ops.checks import check_whole
 
@@ -462,9 +467,9 @@ def extended_lengths(
     """
     check_is_computed(config)
     text_config = config.get_text_config()
-    said = getattr(text_config, EXTENSION, None) or {}
-    if said or rope_parameters(text_config).get("distance_map") is not None:
-        by = said.get("method") or "limits of distances"
+    extended = extension_of(text_config)
+    if extended or rope_parameters(text_config).get("distance_map") is not None:
+        by = extended["method"] if extended else "limits of distances"
         raise UserError(
             f"the model was extended by {by} already, or one that shares its configuration, and a "
             "second method would act on top of the first: start from the original, the model that "
@@ -566,15 +571,24 @@ def _apply(
             reached = config.max_position_embeddings
     elif method.changes == "frequencies":
         kind = parameters.pop("rope_type")
+        # set_rotary_scaling changes neither the base nor L.
+        beside = {
+            name: parameters.pop(name)
+            for name in ("rope_theta", "original_max_position_embeddings")
+            if name in parameters
+        }
         set_rotary_scaling(model, "none" if kind == "default" else kind, **parameters)
+        if beside:
+            set_rope_parameters(model, rope_parameters(config) | beside)
         if kind in ("dynamic", "ntk"):  # Transformers computes the base of dynamic from it
             reached = length
     else:
         queries = position_free_queries(model)
         kinds = zip(layer_types(config), without_positions(config), strict=True)
         if any(kind == GLOBAL and not free for kind, free in kinds):
-            several = getattr(config, "layer_rope_theta", None)
-            if several or rope is not config.rope_parameters or rule != "default":
+            several = rope is not config.rope_parameters
+            several = several or getattr(config, "layer_rope_theta", None)
+            if several or rule != "default" or not rotary_modules(model):
                 raise UserError(
                     f"the rotary layers of {config.model_type} that see the whole text cannot be "
                     "scaled: expected one set of rotary parameters without a rule, got "
@@ -589,6 +603,8 @@ def _check_options(method: Method, options: Mapping[str, Any]) -> None:
     for name in options:
         if name not in method.options:
             takes = f"it takes {', '.join(method.options)}" if method.options else "it takes none"
+            if name in RENAMED:
+                takes = f"it is called {RENAMED[name]} now"
             holders = [each.name for each in METHODS.values() if name in each.options]
             if holders:
                 takes = f"{name} is for method {' and '.join(holders)}: leave it out"

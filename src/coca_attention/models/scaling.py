@@ -1,6 +1,7 @@
 """Changing the rotary scaling of a loaded model, CoCA or vanilla."""
 
 import copy
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from coca_attention.models.configuration import (
     GLOBAL,
     LOCAL_RULE,
     ROTATION_FIELDS,
+    add_rope_types,
     original_length,
     rope_parameters,
     rope_type_of,
+    rotation,
     with_global,
 )
 from coca_attention.models.families import FAMILIES, supported_families
@@ -50,11 +53,12 @@ def set_rotary_scaling(
     nothing. Transformers' own Phi-3 can only be saved with ``longrope``.
 
     Args:
-        model: A loaded model.
+        model: A loaded model, in the dtype that it is to have: casting it afterwards casts the
+            frequencies of Transformers' own rotary modules, too.
         kind: ``none``, ``linear`` (position interpolation), ``ntk`` (base fixed by the target
             length), ``dynamic`` (base derived from the length of each forward pass; exact for a
             full pass, inexact when decoding with a cache), ``yarn``, ``llama3``, ``longrope``, or a
-            registered rule.
+            registered rule. One that follows the length of each text is for CoCA models only.
         factor: Scaling factor, at least 1. Default: that of the current rule if it is of the same
             kind; for ``longrope``, derived from the configuration; otherwise 1.
         length: Target length in tokens, for ``ntk`` (without it the base is multiplied by
@@ -70,10 +74,16 @@ def set_rotary_scaling(
     """
     check_is_loaded(model)
     config = model.config.get_text_config()
-    for module in rotary_modules(model).values():
-        made = module.made if isinstance(module, StatelessRotary) else type(module)
+    modules = rotary_modules(model)
+    if not modules:
+        raise UserError(
+            f"a model of type {config.model_type!r} has no rotary embedding to scale; use scaling "
+            "none"
+        )
+    vanilla = [_class_of(each) for each in modules.values() if not isinstance(each, CoCARotary)]
+    for made in vanilla:
         # A subclass of a family's may compute something else.
-        if made is not CoCARotary and all(made is not family.rotary for family in FAMILIES):
+        if all(made is not family.rotary for family in FAMILIES):
             raise UserError(
                 f"scaling of the rotary embedding {made.__name__} is not supported; supported are "
                 f"those of {supported_families(model)}"
@@ -85,8 +95,14 @@ def set_rotary_scaling(
         probe.rope_parameters = with_global(config, rope)
         # Compute the tables once, which checks the parameters, before changing the model.
         CoCARotary(probe)(torch.zeros(1), torch.zeros(1, 1, dtype=torch.long))
+        follows = rotation(probe).follows_length
     except (ValueError, TypeError, ArithmeticError) as error:
         raise UserError(str(error)) from error
+    if vanilla and follows and kind != "dynamic":
+        raise UserError(
+            f"rotary scaling {kind!r} follows the length of each text, which Transformers' own "
+            "models do with dynamic and longrope alone: convert the model first"
+        )
     set_rope_parameters(model, rope)
 
 
@@ -119,8 +135,7 @@ def _changed_parameters(
         taken = set(RULES[kind].field_names()) - {"training_length"}
         defaults = {name: getattr(RULES[kind], name, None) for name in taken}
     given = {name: value for name, value in given.items() if value is not None}
-    # Every rule may be called with these.
-    unknown = sorted(set(given) - taken - {"factor", *KEPT[:3]})
+    unknown = sorted(set(given) - taken - {"factor"})  # which every rule may be called with
     if unknown:
         takes = f"; it takes {', '.join(sorted(taken))}" if taken else ""
         raise UserError(f"rotary scaling {kind!r} does not take {', '.join(unknown)}{takes}")
@@ -132,7 +147,6 @@ def _changed_parameters(
         )
     rope_type = rope_type_of(kind)
     changed = {name: rope[name] for name in KEPT if name in rope} | {"rope_type": rope_type}
-    changed |= {name: given[name] for name in KEPT[:3] if name in given}
     if kind in PARAMETERS and kind != "dynamic" and trained:
         # Transformers requires it to save the configuration.
         changed.setdefault("original_max_position_embeddings", trained)
@@ -156,29 +170,38 @@ def set_rope_parameters(model: PreTrainedModel, rope: dict[str, Any]) -> None:
 
     They are Transformers' own, so a model computes what its files would be loaded as.
     """
+    add_rope_types()  # a rule may have been registered after the import
     config: PreTrainedConfig = model.config.get_text_config()
-    config.rope_parameters = with_global(config, rope)
+    changed = copy.copy(config)
+    changed.rope_parameters = with_global(config, rope)
+    replacements: dict[str, nn.Module] = {}
     for name, module in rotary_modules(model).items():
         if isinstance(module, CoCARotary):  # it reads the configuration in every pass
             continue
-        kind = module.made if isinstance(module, StatelessRotary) else type(module)
-        made = StatelessRotary(kind, config)
-        if rope["rope_type"] != "dynamic":
-            made = kind(config).to(next(model.parameters()).device)
-        model.set_submodule(name, made)
+        if rope["rope_type"] == "dynamic":
+            replacements[name] = StatelessRotary(_class_of(module), config)
+            continue
+        # Its own device, because the parameters of an offloaded model are on none.
+        device = next(chain(module.buffers(), model.parameters())).device
+        with torch.inference_mode(False):  # longrope writes into its frequencies in later passes
+            made = _class_of(module)(changed).to(device)
+        made.config = config
+        replacements[name] = made
+    config.rope_parameters = changed.rope_parameters
+    for name, replacement in replacements.items():
+        model.set_submodule(name, replacement)
 
 
 def rotary_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The rotary modules of a model by name; UserError if it has none."""
-    found: dict[str, nn.Module] = {
+    """The rotary modules of a model by name, ours and Transformers'."""
+    return {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, CoCARotary | StatelessRotary)
         or hasattr(module, "compute_default_rope_parameters")
     }
-    if not found:
-        raise UserError(
-            f"a model of type {model.config.get_text_config().model_type!r} has no rotary "
-            "embedding to scale; use scaling none"
-        )
-    return found
+
+
+def _class_of(module: nn.Module) -> type[nn.Module]:
+    """Transformers' class of a rotary module that is not of a CoCA model."""
+    return module.made if isinstance(module, StatelessRotary) else type(module)

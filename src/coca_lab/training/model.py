@@ -21,8 +21,8 @@ from transformers import (
 from coca_attention.errors import UserError, did_you_mean
 from coca_attention.models import METHODS, AlibiGPTNeoXConfig
 from coca_attention.models.configuration import (
-    EXTENSION,
     attention_of,
+    extension_of,
     made_for,
     role_fields,
     rope_parameters,
@@ -55,8 +55,12 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
     else:
         model = _load_start(recipe.model, recipe.model.start)
     config: Any = model.config.get_text_config()
-    extended = getattr(config, EXTENSION, None)
-    known = extended["to"] if extended else made_for(config)[0]
+    # What it reads already: it was made for that, extended to it, or trained on such blocks since.
+    reached = [made_for(config)[0], getattr(config, "max_position_embeddings", None)]
+    extended = extension_of(config)
+    if extended:
+        reached.append(extended["to"])
+    known = max((tokens for tokens in reached if tokens), default=None)
     if recipe.model.interpolation is not None:
         # Before the length is extended: some rules record it.
         rules = [

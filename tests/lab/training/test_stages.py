@@ -276,6 +276,11 @@ def test_a_start_is_read_farther_without_stages(base, staged, text_folder, tmp_p
     model = extend_context(load_model(base), "yarn", to=32)
     model.save_pretrained(extended := shutil.copytree(base, tmp_path / "extended"))
     assert made(extended, attention="rope").rope_parameters == model.config.rope_parameters
+    # Trained on longer blocks since: no further interpolation is asked for.
+    later = load_model(extended)
+    later.config.context_extension["to"] = 24
+    later.save_pretrained(extended)
+    assert made(extended, attention="rope").max_position_embeddings == 32
     vicuna = shutil.copytree(base, tmp_path / "vicuna")
     config = json.loads((vicuna / "config.json").read_text()) | {"max_sequence_length": 64}
     (vicuna / "config.json").write_text(json.dumps(config))
