@@ -23,6 +23,7 @@ from coca_attention.models.configuration import (
     rope_parameters,
     rotation,
 )
+from coca_attention.models.conversion import Conversion
 from coca_attention.ops import DistanceMap, Rotation, key_frames
 from coca_attention.ops.distances import attend_half_by_distance
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
@@ -212,6 +213,8 @@ def test_configurations_of_older_versions_are_read(family, leak, tmp_path):
 def test_old_names_of_settings_are_refused_with_the_new_one():
     with pytest.raises(TypeError, match=r"unexpected .* 'max_distance'; it is called near now"):
         convert(vanilla("Llama"), "rope", max_distance=8)
+    with pytest.raises(TypeError, match="Conversion has no max_distance any more: give near"):
+        Conversion("rope", max_distance=8)
 
 
 LONG_QWEN = {
