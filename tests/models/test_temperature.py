@@ -140,7 +140,7 @@ def test_rotary_layers_that_cannot_be_scaled_are_refused_and_nothing_changed(mon
     rotary = model.model.rotary_emb
     monkeypatch.delattr(type(rotary), "compute_default_rope_parameters")  # as in other families
     weights = [each.self_attn.q_proj.weight.clone() for each in model.model.layers]
-    with pytest.raises(UserError, match="rotary layers of smollm3 .* cannot be scaled"):
+    with pytest.raises(UserError, match=r"rotary layers of smollm3 .* cannot be scaled"):
         extend_context(model, "temperature")
     for layer, before in zip(model.model.layers, weights, strict=True):
         assert torch.equal(layer.self_attn.q_proj.weight, before)
