@@ -184,7 +184,7 @@ def set_rope_parameters(model: PreTrainedModel, rope: dict[str, Any]) -> None:
         # Its own device, because the parameters of an offloaded model are on none.
         device = next(chain(module.buffers(), model.parameters())).device
         with torch.inference_mode(False):  # longrope writes into its frequencies in later passes
-            made = _class_of(module)(changed).to(device)
+            made: Any = _class_of(module)(changed).to(device)
         made.config = config
         replacements[name] = made
     config.rope_parameters = changed.rope_parameters
