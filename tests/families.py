@@ -10,7 +10,9 @@ import oracle
 from coca_attention import convert
 from coca_attention.models import Roles
 from coca_attention.models.configuration import rope_parameters, rotation
+from coca_attention.models.rotary import CoCARotary
 from coca_attention.ops import DistanceMap
+from coca_attention.ops.positions import join_pairs
 from coca_attention.testing import assert_consistent, difference, logits, some_tokens
 
 SIZES = {
@@ -140,6 +142,28 @@ def made(name: str):
     model = convert(vanilla(family), form, **changes).eval()
     if name in MAPS:
         set_map(model, MAPS[name])
+    return model
+
+
+class ExactRotary(CoCARotary):
+    """A family's tables of cos and sin, of angles in float64; Transformers' are in float32."""
+
+    def __init__(self, config, interleaved):
+        super().__init__(config)
+        self.interleaved = interleaved  # whether both values of a pair are adjacent
+
+    def forward(self, hidden_states, position_ids, layer_type=None):
+        angles = super().forward(hidden_states, position_ids, layer_type)
+        tables = (join_pairs(x, x, self.interleaved) for x in (angles.cos, angles.sin))
+        return tuple(x.to(hidden_states.dtype) for x in tables)
+
+
+def with_exact_angles(model):
+    """A vanilla model whose angles are in float64."""
+    adjacent = model.config.model_type == "cohere"
+    for name, module in list(model.named_modules()):
+        if hasattr(module, "compute_default_rope_parameters"):
+            model.set_submodule(name, ExactRotary(model.config, adjacent))
     return model
 
 

@@ -266,10 +266,11 @@ class CoCAAttention(nn.Module):
             positions = torch.arange(past, past + length, device=hidden_states.device)
         check_positions("positions", positions, len(hidden_states), length)
         query, coefficients, value = project_collinear(self, hidden_states, self.linear)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        parameters = dict(self.form_parameters.items())
         if self.linear:
             if not is_causal or (attention_mask is not None and attention_mask.dim() != 2):
                 raise ValueError("linear attention is causal, with an attention_mask of (B, T)")
-            wide = torch.promote_types(query.dtype, torch.float32)
             output = attend_linear_cached(
                 query,
                 coefficients,
@@ -279,26 +280,9 @@ class CoCAAttention(nn.Module):
                 layer_idx=self.layer_idx,
                 mask=attention_mask,
                 form=self.form,
-                parameters=dict(self.form_parameters.items()),
+                parameters=parameters,
             )
-        else:
-            output = self._attend(
-                query, coefficients, value, positions, attention_mask, is_causal, cache, past
-            )
-        return self.o_proj(output.transpose(1, 2).flatten(-2))
-
-    def _attend(
-        self,
-        query: Tensor,
-        coefficients: Tensor,
-        value: Tensor,
-        positions: Tensor,
-        mask: Tensor | None,
-        is_causal: bool,
-        cache: Any,
-        past: int,
-    ) -> Tensor:
-        wide = torch.promote_types(query.dtype, torch.float32)
+            return self.o_proj(output.transpose(1, 2).flatten(-2))
         divisor = score_scale(query.dtype)
         cos, sin = self.rotation.tables(positions, wide)
         query = query_map(
@@ -309,27 +293,25 @@ class CoCAAttention(nn.Module):
             scale=self.head_dim**-0.5 / divisor,
             factor=self.rotation.query_factor(positions, wide, self.window),
             free_pairs=self.free_pairs,
-            parameters=dict(self.form_parameters.items()),
+            parameters=parameters,
         )
         key = key_map(coefficients, cos, sin, free_pairs=self.free_pairs)
         if cache is not None:
-            assert self.layer_idx is not None  # `forward` would have raised
             key, value = cache.update(key, value, self.layer_idx)
-            if key.shape[-2] != past + query.shape[-2]:
+            if key.shape[-2] != past + length:
                 raise ValueError(
-                    f"expected all {past + query.shape[-2]} keys from the cache, got "
-                    f"{key.shape[-2]}; {type(cache).__name__} is static or sliding: use "
-                    "DynamicCache()"
+                    f"expected all {past + length} keys from the cache, got {key.shape[-2]}; "
+                    f"{type(cache).__name__} is static or sliding: use DynamicCache()"
                 )
         bias = self.rotation.bias
         places = None
         if bias is not None:
             places = (positions, self._all_positions(positions, past, cache))
-        return attend(
+        output = attend(
             query,
             key,
             value,
-            attention_mask=mask,
+            attention_mask=attention_mask,
             is_causal=is_causal,
             window=self.window,
             scale=divisor,
@@ -337,6 +319,7 @@ class CoCAAttention(nn.Module):
             bias=bias,
             positions=places,
         )
+        return self.o_proj(output.transpose(1, 2).flatten(-2))
 
     def _all_positions(self, positions: Tensor, past: int, cache: Any) -> Tensor:
         """Positions of all keys, (S,) or (B, S), which the cache keeps beside them."""

@@ -20,19 +20,17 @@ from coca_attention import __version__
 from coca_attention.errors import UserError, install, published_at
 from coca_attention.method_names import MethodName
 from coca_attention.models.configuration import (
+    EXTENSION,
     GLOBAL,
     LOCAL,
     attention_of,
+    extension_of,
     head_width,
+    made_for,
     rope_parameters,
-    training_length,
 )
 from coca_attention.models.conversion import Conversion, convert, load_original
-from coca_attention.models.methods import (
-    EXTENSION,
-    METHODS,
-    extend_context,
-)
+from coca_attention.models.methods import METHODS, extend_context
 from coca_lab.data import load_tokenizer
 from coca_lab.data.text import TOKENIZER_FILES
 from coca_lab.files import belongs_to, check_can_be_written, find_model, known_problem, writing
@@ -279,7 +277,7 @@ def write_card(
     rope = rope_parameters(config)
     used = {name for name, value in rope.items() if value is not None}
     used |= {attention_of(config), rope.get("rope_type")}
-    extended = getattr(config, EXTENSION, None)
+    extended = extension_of(config)
     if extended:  # what sets these is named by its method
         used -= {"distance_map", "yarn"}
     methods = [origin for name, origin in ORIGINS.items() if name in used]
@@ -346,14 +344,11 @@ def facts(config: PreTrainedConfig) -> dict[str, str]:
         ", ".join(f"{n} {x}" for n, x in rope.items() if isinstance(x, str | int | float))
         for rope in ropes
     )
-    length = training_length(config)
+    length, _ = made_for(config)
     context = f"{length:,} tokens" if length else ""
-    extended = getattr(config, EXTENSION, None)
+    extended = extension_of(config)
     if extended:
-        context = (
-            f"{extended['to']:,} tokens, extended from {extended['length']:,} by "
-            f"{extended['method']}"
-        )
+        context = f"{extended['to']:,} tokens, extended from {length:,} by {extended['method']}"
     return {
         "attention": f"{attention}; {heads} heads of {head_width(config)}, {groups} for keys and "
         "values",

@@ -18,9 +18,14 @@ from transformers import PreTrainedModel
 
 from coca_attention import convert
 from coca_attention.errors import UserError
-from coca_attention.models import training_length
 from coca_attention.models.attention import CollinearAttention
-from coca_attention.models.configuration import attention_of, head_width, rotation, window_of
+from coca_attention.models.configuration import (
+    attention_of,
+    head_width,
+    made_for,
+    rotation,
+    window_of,
+)
 from coca_attention.models.families import family_of
 from coca_attention.ops import Rotation, get_form, key_map, query_map
 from coca_attention.ops.positions import split_pairs
@@ -56,7 +61,7 @@ def read(options: argparse.Namespace) -> tuple[PreTrainedModel, list[Tensor], li
         UserError: If the model or a text cannot be read.
     """
     model = rotary_as_free_pairs(load_model(options.model))
-    trained = training_length(model.config.get_text_config()) or DEFAULT_TOKENS
+    trained = made_for(model.config.get_text_config())[0] or DEFAULT_TOKENS
     text = TextSettings(source=options.source, skip_short=True)
     text.max_documents = options.documents
     text.max_tokens = options.tokens or min(trained, DEFAULT_TOKENS)

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from coca_attention import convert
 from coca_attention.errors import UserError
-from coca_attention.models import CoCALlamaConfig, Roles, training_length
+from coca_attention.models import CoCALlamaConfig, Roles
 from coca_attention.models.configuration import (
     GLOBAL,
     LOCAL,
@@ -276,7 +276,7 @@ def test_what_cannot_work_is_refused():
 @pytest.mark.parametrize("name", [name for name in CASES if CASES[name]["result"] != "refused"])
 def test_the_length_of_public_models_in_small(name):
     config = AutoConfig.for_model(**CASES[name]["config"])
-    assert training_length(config) == CASES[name]["length"]
+    assert made_for(config)[0] == CASES[name]["length"]
 
 
 def scaled(kind, length, factor, **rule):

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig
 from coca_attention import convert, extend_context, set_rotary_scaling
 from coca_attention.errors import UserError
 from coca_attention.method_names import MethodName
-from coca_attention.models import training_length, use_fused_attention
-from coca_attention.models.configuration import rope_parameters, rotation
+from coca_attention.models import Roles, made_for, use_fused_attention
+from coca_attention.models.configuration import original_length, rope_parameters, rotation
 from coca_attention.models.methods import METHODS, applied
 from coca_attention.ops import DistanceMap
 from coca_attention.testing import (
@@ -58,9 +58,10 @@ def test_what_stock_methods_write_is_read_by_transformers_alike(family, method, 
     assert config.max_position_embeddings == (64 if method == "dynamic" else 160)
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    again.config._experts_implementation = model.config._experts_implementation
     assert type(again) is type(vanilla(family))
     ids = some_tokens(model, length=160)
-    assert difference(logits(again, ids), logits(model, ids)) < 1e-5
+    assert torch.equal(logits(again, ids), logits(model, ids))
     assert difference(logits(vanilla(family), ids), logits(model, ids)) > 1e-3
 
 
@@ -80,7 +81,16 @@ def test_the_rules_are_for_the_length_to_read():
     model = extend_context(vanilla("Llama"), "yarn", to=160)
     rule = rotation(model.config).rule
     assert (rule.kind, rule.factor, rule.training_length) == ("yarn", 2.5, 64)
-    assert training_length(model.config) == 160
+    assert made_for(model.config) == (64, "from which yarn has extended it")
+    linear = extend_context(vanilla("Llama"), "linear").config
+    assert made_for(linear)[0] == original_length(linear) == 64
+    # A rule of training stays beside a method, and L is still the length with it.
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    for method in ("limited", "leaky", "shifted"):
+        scaled = extend_context(vanilla("Llama", rope_parameters=rope), method, to=100).config
+        assert (made_for(scaled)[0], original_length(scaled)) == (64, 32)
+    taken = convert(extend_context(vanilla("Llama"), "yarn"), "rope", roles=Roles("lg", window=8))
+    assert rotation(taken.config, "full_attention").temperature == 64
     model = extend_context(vanilla("Llama"), "ntk")  # 2 L by default; heads of 8
     assert rotation(model.config).base == pytest.approx(1e4 * 2 ** (8 / 6))
     assert rotation(extend_context(vanilla("Llama"), "dynamic").config).rule.factor == 2
@@ -105,7 +115,7 @@ def test_limited_distances_change_nothing_up_to_their_limit_and_say_what_they_re
     with pytest.raises(UserError, match="start from the original"):
         extend_context(model)
     assert difference(logits(model, ids), before) < 1e-6
-    assert model.config.max_position_embeddings == 128 and training_length(model.config) == 64
+    assert model.config.max_position_embeddings == 128 and made_for(model.config)[0] == 64
     assert rotation(model.config).distance_map.near == 40
 
 
@@ -306,7 +316,7 @@ def test_what_is_no_loaded_model_is_refused(given):
 def test_every_name_has_a_row_and_every_row_a_name():
     assert sorted(METHODS) == sorted(get_args(MethodName))
     for row in METHODS.values():
-        assert row.name == "none" or ("20" in row.source and row.needs and row.engines)
+        assert row.name == "none" or ("20" in row.source and row.engines)
 
 
 def test_the_example_of_the_docstring_runs():
@@ -405,10 +415,28 @@ def test_options_are_those_of_the_method():
         extend_context(model, "dynamic", beta_fast=2.0)
     with pytest.raises(UserError, match="yarn has no option `speed`: it takes attention_factor"):
         extend_context(model, "yarn", speed=2)
+    with pytest.raises(UserError, match="no option `max_distance`: it is called near now"):
+        extend_context(model, "limited", to=256, max_distance=8)
     with pytest.raises(UserError, match="no model is saved with it"):
         extend_context(model, "ntk_text")
     extend_context(model, "yarn", beta_fast=16.0)
     assert model.config.rope_parameters["beta_fast"] == 16.0
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("yarn", "must have method, length and to, .* got 'yarn': extend the original"),
+        ({"method": "yarn", "to": 128}, "must have method, length and to"),
+        ({"method": "yarn", "length": "64", "to": 128}, "length of .* whole number.*got '64'"),
+        ({"method": "yarn", "length": 64, "to": None}, "to of .* whole number.*got None"),
+    ],
+)
+def test_what_an_extension_has_written_is_checked(written, message):
+    config = vanilla("Llama").config
+    config.context_extension = written
+    with pytest.raises(UserError, match=message):
+        made_for(config)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

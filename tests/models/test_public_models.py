@@ -11,7 +11,7 @@ import torch
 
 from coca_attention import convert
 from coca_attention.errors import UserError
-from coca_attention.models import training_length
+from coca_attention.models import made_for
 from coca_attention.models.configuration import rope_parameters
 from coca_attention.testing import difference, logits, some_tokens
 from commands import run
@@ -50,7 +50,7 @@ def check_refused(case, folder, capsys):
 
 def check_converted(case, folder, capsys):
     model = loaded(folder, class_of(case), unknown=(*case.get("buffers", ()), "lm_head.weight"))
-    length = training_length(model.config)
+    length = made_for(model.config)[0]
     assert length == case["length"]
     within, beyond = (some_tokens(model, length=n) for n in (length, 3 * length))
     texts = [within[:, : max(2, length // 2)], within]

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from coca_attention import convert
 from coca_attention.errors import UserError
-from coca_attention.models import Roles, layer_pass, set_rotary_scaling
+from coca_attention.models import Roles, layer_pass
 from coca_attention.models.configuration import rotation
 from coca_attention.ops import attend
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
@@ -20,6 +20,7 @@ from families import (
     oracle_scores,
     reloaded,
     vanilla,
+    with_exact_angles,
 )
 
 WINDOW = 6
@@ -151,9 +152,8 @@ def test_roles_out_of_range_are_refused(fields, message):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_all_pairs_free_a_converted_model_is_what_it_was(family):
-    model = vanilla(family).double()
+    model = with_exact_angles(vanilla(family).double())
     ids = some_tokens(model)
-    set_rotary_scaling(model, "none")  # cos and sin of float64 angles, not of float32 ones
     expected = logits(model, ids)
     convert(model, "strict", free_pairs=4)
     # Cohere's and ERNIE's own attention rotates in float32.

@@ -135,6 +135,17 @@ def test_models_with_roles_take_it_and_others_do_not():
         extend_context(vanilla("Gemma 3"), "temperature")
 
 
+def test_rotary_layers_that_cannot_be_scaled_are_refused_and_nothing_changed(monkeypatch):
+    model = made("smollm3")
+    rotary = model.model.rotary_emb
+    monkeypatch.delattr(type(rotary), "compute_default_rope_parameters")  # as in other families
+    weights = [each.self_attn.q_proj.weight.clone() for each in model.model.layers]
+    with pytest.raises(UserError, match=r"rotary layers of smollm3 .* cannot be scaled"):
+        extend_context(model, "temperature")
+    for layer, before in zip(model.model.layers, weights, strict=True):
+        assert torch.equal(layer.self_attn.q_proj.weight, before)
+
+
 def test_a_norm_whose_weight_is_an_offset_is_not_folded_into():
     model = made("exaone4")
     ids = some_tokens(model, length=20)

@@ -14,7 +14,7 @@ from coca_attention.models.alibi import (
     AlibiGPTNeoXForCausalLM,
     AlibiGPTNeoXModel,
 )
-from coca_attention.models.configuration import add_rope_types, training_length
+from coca_attention.models.configuration import add_rope_types, made_for
 from coca_attention.models.conversion import Conversion, convert, load_original
 from coca_attention.models.families import FAMILIES, GPT_NEOX, LLAMA, register, register_family
 from coca_attention.models.fused import FUSED, fused_attention, fused_mask, use_fused_attention
@@ -64,8 +64,8 @@ __all__ = [
     "convert",
     "extend_context",
     "load_original",
+    "made_for",
     "register_models",
     "set_rotary_scaling",
-    "training_length",
     "use_fused_attention",
 ]

@@ -41,6 +41,8 @@ UNSUPPORTED = {
 ROTARY = "rope"
 """``coca_form`` of models whose pairs are all free: their attention is rotary."""
 LETTERS = {"l": LOCAL, "g": GLOBAL}
+EXTENSION = "context_extension"
+"""Our field of config.json: by what method a model was extended, from which L to which T."""
 WITHOUT_POSITIONS = ("cohere2", "afmoe")
 """Model types whose layers with full attention have no positions, which no field says."""
 WITHOUT_BESIDE_WINDOWS = ("exaone4", "exaone_moe")
@@ -53,6 +55,12 @@ def rope_parameters(config: PreTrainedConfig, layer_type: str | None = None) -> 
     if rope and all(value is None or isinstance(value, dict) for value in rope.values()):
         rope = rope.get(layer_type or GLOBAL) or {}
     return rope
+
+
+def with_global(config: PreTrainedConfig, rope: dict[str, Any]) -> dict[str, Any]:
+    """``rope_parameters`` of a configuration with others for layers that see the whole text."""
+    one_set = rope_parameters(config) is config.rope_parameters
+    return rope if one_set else config.rope_parameters | {GLOBAL: rope}
 
 
 def layer_types(config: PreTrainedConfig) -> list[str]:
@@ -117,13 +125,38 @@ def attention_of(config: PreTrainedConfig) -> str | None:
     return ROTARY if getattr(config, "rope_parameters", None) else None
 
 
+def extension_of(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """What `extend_context` has written: the method, L as ``length`` and T as ``to``.
+
+    None of a model that was not extended. UserError if something of it is missing.
+    """
+    found = getattr(config, EXTENSION, None)
+    if not found:
+        return None
+    if not isinstance(found, dict) or not {"method", "length", "to"} <= found.keys():
+        raise UserError(
+            f"{EXTENSION} in config.json must have method, length and to, as extend_context writes "
+            f"them; got {found!r}: extend the original model once more"
+        )
+    for name in ("length", "to"):
+        check_whole(f"{name} of {EXTENSION} in config.json", found[name], error=UserError)
+    return found
+
+
 def made_for(config: PreTrainedConfig) -> tuple[int | None, str]:
     """L, the longest text that a model was made to read, in tokens, and what says so.
 
     Where a rule has extended a model, that is the length with the rule (Llama 3.1: 131,072), not
-    `original_length`. Public configurations say it in several ways; where they leave it open, the
-    reason begins with "assumed". None if nothing says it.
+    `original_length`; where `extend_context` has, the length from which it did. Public
+    configurations say it in several ways; where they leave it open, the reason begins with
+    "assumed". None if nothing says it.
+
+    Raises:
+        UserError: If what `extend_context` writes is incomplete.
     """
+    extended = extension_of(config)
+    if extended:
+        return extended["length"], f"from which {extended['method']} has extended it"
     longest = getattr(config, "max_position_embeddings", None)
     rope = rope_parameters(config)
     kind = rope.get("rope_type", "default")
@@ -160,19 +193,19 @@ def made_for(config: PreTrainedConfig) -> tuple[int | None, str]:
     return max([*found, *stated], key=lambda pair: pair[0])
 
 
-def training_length(config: PreTrainedConfig) -> int | None:
-    """L, the longest text that a model was made to read, in tokens, as `made_for` finds it."""
-    return made_for(config)[0]
-
-
 def original_length(config: PreTrainedConfig) -> int | None:
-    """The length in tokens that a rotary rule scales from; without a rule, the training length."""
+    """The length in tokens that a rotary rule scales from; without a rule, that of `made_for`."""
     rope = rope_parameters(config)
-    length = training_length(config)
     given = rope.get("original_max_position_embeddings")
-    if given is None and length is not None and rope.get("rope_type") == "linear":
+    if given:
+        return given
+    length, _ = made_for(config)
+    extended = extension_of(config)
+    if extended and extended["method"] == "linear":
+        return length
+    if length is not None and rope.get("rope_type") == "linear":
         return round(length / rope["factor"])
-    return given or length
+    return length
 
 
 def check_is_computed(config: PreTrainedConfig) -> None:
@@ -245,7 +278,16 @@ def rotation(config: PreTrainedConfig, layer_type: str | None = None) -> Rotatio
         )
     longest = getattr(config, "max_position_embeddings", None)
     trained = rope.get("original_max_position_embeddings") or longest  # as Transformers reads it
-    made = _rule(rope_type, rope, trained, longest)
+    rules = {rope_type_of(kind): rule for kind, rule in RULES.items()}
+    if rope_type in PARAMETERS:
+        made = StockRule.of(rope_type, rope, trained, longest)
+    elif rope_type in rules:
+        made = rules[rope_type].from_parameters(rope, trained)
+    else:
+        raise ValueError(
+            f"rope_type {rope_type!r} is not supported by CoCA models; choose one of "
+            f"{', '.join((*rules, *PARAMETERS))}"
+        )
     settles = None
     options = {
         name: rope[key] for key, name in ROTATION_FIELDS.items() if rope.get(key) is not None
@@ -266,19 +308,6 @@ def rotation(config: PreTrainedConfig, layer_type: str | None = None) -> Rotatio
         settles=settles,
         **options,
     )
-
-
-def _rule(rope_type: str, rope: dict[str, Any], trained: int | None, longest: int | None) -> Rule:
-    """The scaling rule of rotary parameters, of Transformers or registered."""
-    if rope_type in PARAMETERS:
-        return StockRule.of(rope_type, rope, trained, longest)
-    rules = {rope_type_of(kind): rule for kind, rule in RULES.items()}
-    if rope_type not in rules:
-        raise ValueError(
-            f"rope_type {rope_type!r} is not supported by CoCA models; choose one of "
-            f"{', '.join((*rules, *PARAMETERS))}"
-        )
-    return rules[rope_type].from_parameters(rope, trained)
 
 
 def _distance_map(given: Any) -> DistanceMap:

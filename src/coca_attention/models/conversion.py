@@ -27,12 +27,13 @@ from coca_attention.models.configuration import (
     check_is_computed,
     has_own_roles,
     head_width,
+    made_for,
     role_fields,
     rope_parameters,
     rotation,
-    training_length,
     unsupported,
     window_of,
+    with_global,
     without_positions,
 )
 from coca_attention.models.decoder import (
@@ -168,42 +169,37 @@ def _find_family(model: PreTrainedModel) -> tuple[Family, type]:
         raise UserError(
             "weights created under torch.inference_mode() cannot be trained: convert outside of it"
         )
-    obstacle = _obstacle(model)
-    if obstacle is not None:
-        raise UserError(f"{name} cannot be converted: it {obstacle}")
-    for family in FAMILIES:
-        for _, vanilla, made in family.classes:
-            if type(model) is vanilla:
-                return family, made
-    parts = model.config.get_text_config() is not model.config
-    hint = "; convert(model.get_decoder()) converts its language model" if parts else ""
-    raise UserError(
-        f"{name} cannot be converted: supported are the models of {supported_families(model)}{hint}"
-    )
-
-
-def _obstacle(model: PreTrainedModel) -> str | None:
-    """Why a model's attention cannot be converted; None if only its family may be unknown."""
-    config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or ()
-    found = {
+    text = model.config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or ()
+    obstacles = {
         "is quantised: convert it in full precision, and quantise what that writes. Methods yarn, "
         "dynamic and ntk of extend_context take it as it is": getattr(
             model.config, "quantization_config", None
         ),
-        unsupported(config): True,
+        unsupported(text): unsupported(text),
         "has no rotary positions": not any(
-            getattr(config, name, None) for name in ("rope_parameters", "rotary_dim")
+            getattr(text, field, None) for field in ("rope_parameters", "rotary_dim")
         ),
         "has layers without positions: method temperature of extend_context is for them": any(
-            without_positions(config)
+            without_positions(text)
         ),
         "has layers of other types than attention": set(kinds) - {LOCAL, GLOBAL},
         "has sinks, learned scores for attending to nothing": any(
-            name.endswith(".sinks") for name, _ in model.named_parameters()
+            each.endswith(".sinks") for each, _ in model.named_parameters()
         ),
     }
-    return next((what for what, present in found.items() if what and present), None)
+    for obstacle, present in obstacles.items():
+        if present:
+            raise UserError(f"{name} cannot be converted: it {obstacle}")
+    for family in FAMILIES:
+        for _, vanilla, made in family.classes:
+            if type(model) is vanilla:
+                return family, made
+    parts = text is not model.config
+    hint = "; convert(model.get_decoder()) converts its language model" if parts else ""
+    raise UserError(
+        f"{name} cannot be converted: supported are the models of {supported_families(model)}{hint}"
+    )
 
 
 def _check_projections(modules: Sequence[nn.Module], layout: AttentionLayout) -> None:
@@ -234,13 +230,34 @@ def _new_configuration(family: Family, old: PreTrainedConfig, wanted: Conversion
     # An auto_map would name code of the original.
     foreign = ("model_type", "architectures", "auto_map")
     values = {k: v for k, v in old.to_dict().items() if k not in foreign}
-    added = _added_fields(old, wanted)
+    rope = rope_parameters(old)
+    added: dict[str, Any] = {
+        "coca_form": wanted.form,
+        "coca_free_pairs": wanted.free_pairs,
+        "kv_cache": wanted.kv_cache,
+    }
+    if wanted.roles is not None or wanted.limits_distances:
+        length = wanted.length or made_for(old)[0]
+        if length is None:
+            raise UserError(
+                f"roles and limits of distances need a training length; {old.model_type} has no "
+                "max_position_embeddings"
+            )
+        if wanted.roles is not None:
+            added |= role_fields(wanted.roles, wanted.form, old, length)
+        else:
+            near = length if wanted.near is None else wanted.near
+            if near > length:
+                raise UserError(
+                    f"`near` must be at most the training length of {length} tokens, got {near}"
+                )
+            limits = {"temperature": length, "distance_map": asdict(DistanceMap.limited(near))}
+            added["rope_parameters"] = with_global(old, rope | limits)
     try:
         config = family.config.from_dict({**values, **added})
     except Exception as error:
         # Strict configurations wrap the errors of their checks.
         raise UserError(f"not a valid configuration of a CoCA model: {error}") from error
-    rope = rope_parameters(old)
     if has_own_roles(config) and rope.get("rope_type", "default") != "default":
         kept = {name: x for name, x in rope.items() if name not in ROTATION_FIELDS}
         config.rope_parameters[LOCAL_RULE] = kept
@@ -248,37 +265,6 @@ def _new_configuration(family: Family, old: PreTrainedConfig, wanted: Conversion
     config._attn_implementation = "sdpa" if theirs == FUSED else theirs
     config._experts_implementation = old._experts_implementation
     return config
-
-
-def _added_fields(config: PreTrainedConfig, wanted: Conversion) -> dict[str, Any]:
-    """Fields in which the new configuration differs from the vanilla one."""
-    added: dict[str, Any] = {
-        "coca_form": wanted.form,
-        "coca_free_pairs": wanted.free_pairs,
-        "kv_cache": wanted.kv_cache,
-    }
-    if wanted.roles is None and not wanted.limits_distances:
-        return added
-    length = wanted.length or training_length(config)
-    if length is None:
-        raise UserError(
-            f"roles and limits of distances need a training length; {config.model_type} has no "
-            "max_position_embeddings"
-        )
-    if wanted.roles is None:
-        every = config.rope_parameters or {}
-        rope = rope_parameters(config)
-        near = length if wanted.near is None else wanted.near
-        if near > length:
-            raise UserError(
-                f"`near` must be at most the training length of {length} tokens, got {near}"
-            )
-        limited = rope | {
-            "temperature": length,
-            "distance_map": asdict(DistanceMap.limited(near)),
-        }
-        return added | {"rope_parameters": limited if rope is every else every | {GLOBAL: limited}}
-    return added | role_fields(wanted.roles, wanted.form, config, length)
 
 
 MODELS: dict[str, Any] = {

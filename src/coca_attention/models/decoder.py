@@ -212,8 +212,14 @@ class CollinearModel(CollinearPreTrained):
         """Positions of linear attention, and which of the tokens of this pass are real."""
         mask = reading.mask
         positions = reading.position_ids
-        if reading.is_placed and mask is None and reading.cache is None:
-            _check_one_document(positions)  # elsewhere Transformers looks for no documents
+        # Elsewhere Transformers looks for no documents.
+        looks = reading.is_placed and mask is None and reading.cache is None
+        if looks and (compiling() or find_packed_sequence_indices(positions) is not None):
+            raise UserError(
+                "linear attention does not keep documents of a row apart, and torch.compile cannot "
+                "see whether there are several: give every document a row of its own, and leave "
+                "out position_ids where positions are 0, 1, 2, ..."
+            )
         if isinstance(mask, dict):  # that Transformers made for a static cache
             mask = mask.get("linear_attention")
         if mask is not None:
@@ -249,16 +255,6 @@ class CollinearModel(CollinearPreTrained):
                 made = make(self.config, like, reading.mask, cache, positions)
             found[kind] = made, self.rotary_emb(like, positions, kind)
         return found
-
-
-def _check_one_document(position_ids: Tensor) -> None:
-    """Raise UserError if a row has several documents, or is in a graph, which cannot tell."""
-    if compiling() or find_packed_sequence_indices(position_ids) is not None:
-        raise UserError(
-            "linear attention does not keep documents of a row apart, and torch.compile cannot see "
-            "whether there are several: give every document a row of its own, and leave out "
-            "position_ids where positions are 0, 1, 2, ..."
-        )
 
 
 class CollinearHead(CollinearPreTrained):

@@ -8,7 +8,7 @@ its own. To add one, see docs/extending.md.
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import transformers
@@ -78,14 +78,32 @@ class Family:
         return _beside(self.vanilla, "RotaryEmbedding")
 
     @cached_property
+    def is_plain_decoder(self) -> bool:
+        """Whether it is a decoder with one set of rotary parameters for all layers."""
+        # Some families' default tokens lie outside of their default vocabulary, which is warned of.
+        tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
+        config = self.vanilla.config_class(**tokens)
+        one_set = rope_parameters(config) is config.rope_parameters
+        return one_set and issubclass(self.causal_lm, CollinearForCausalLM)
+
+    @cached_property
     def config(self) -> type[PreTrainedConfig]:
         """The CoCA class of the configuration."""
         theirs = self.vanilla.config_class
+        # Transformers' plan for tensor parallelism, with T in place of the key projection.
+        plan = {
+            name.replace(".k_proj", ".t_proj").replace(".k_norm", ".t_norm"): how
+            for name, how in (theirs.base_model_tp_plan or {}).items()
+        }
+        prefix = f"layers.*.{self.layout.module_name}"
+        if plan.pop(f"{prefix}.{self.layout.fused_name}", None) is not None:
+            plan |= {f"{prefix}.{name}": "colwise" for name in ("q_proj", "t_proj", "v_proj")}
+            plan[f"{prefix}.{self.layout.output_name}"] = "rowwise"
         made = _make_class(
             theirs.__name__,
             (self.config_mixin, theirs),
             model_type=f"coca_{theirs.model_type}",
-            base_model_tp_plan=_sharding_plan(theirs, self.layout),
+            base_model_tp_plan=plan,
         )
         return strict(made)
 
@@ -144,19 +162,6 @@ def _make_class(name: str, bases: tuple[type, ...], **attributes: Any) -> Any:
     made = type(f"CoCA{name}", bases, attributes)
     setattr(sys.modules[__name__], made.__name__, made)
     return made
-
-
-def _sharding_plan(config: type[PreTrainedConfig], layout: AttentionLayout) -> dict[str, str]:
-    """Transformers' plan for tensor parallelism, with T in place of the key projection."""
-    plan = {
-        name.replace(".k_proj", ".t_proj").replace(".k_norm", ".t_norm"): how
-        for name, how in (config.base_model_tp_plan or {}).items()
-    }
-    prefix = f"layers.*.{layout.module_name}"
-    if plan.pop(f"{prefix}.{layout.fused_name}", None) is not None:
-        plan |= {f"{prefix}.{name}": "colwise" for name in ("q_proj", "t_proj", "v_proj")}
-        plan[f"{prefix}.{layout.output_name}"] = "rowwise"
-    return plan
 
 
 class GPTNeoXFields(CoCAConfig):
@@ -268,10 +273,7 @@ FAMILIES: list[Family] = [
     Family(transformers.Olmo3ForCausalLM, layout=SPANNING),
     Family(transformers.OlmoeForCausalLM, layout=SPANNING),
     GPT_NEOX,
-    Family(
-        transformers.CohereForCausalLM,
-        layout=AttentionLayout(interleaved=True, interleaved_tables=True),
-    ),
+    Family(transformers.CohereForCausalLM, layout=INTERLEAVED),
     Family(transformers.GlmForCausalLM, layout=INTERLEAVED),
     Family(transformers.Glm4ForCausalLM, layout=INTERLEAVED),
     Family(transformers.HeliumForCausalLM, layout=INTERLEAVED),
@@ -309,17 +311,11 @@ def family_of(model: object) -> Family:
 
 def decoders() -> dict[str, Family]:
     """The decoders with one set of rotary parameters for all layers, by their ``model_type``."""
-    found = {family.vanilla.config_class.model_type: family for family in FAMILIES}
-    return {kind: family for kind, family in found.items() if _is_plain_decoder(family)}
-
-
-@cache
-def _is_plain_decoder(family: Family) -> bool:
-    # Some families' default tokens lie outside of their default vocabulary, which is warned of.
-    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
-    config = family.vanilla.config_class(**tokens)
-    one_set = rope_parameters(config) is config.rope_parameters
-    return one_set and issubclass(family.causal_lm, CollinearForCausalLM)
+    return {
+        family.vanilla.config_class.model_type: family
+        for family in FAMILIES
+        if family.is_plain_decoder
+    }
 
 
 def supported_families(model: object) -> str:

@@ -37,27 +37,23 @@ def position_free_queries(model: PreTrainedModel) -> list[nn.Module]:
     ):
         raise UserError("the model has a temperature, which grows with the text: fold none")
     layers: nn.ModuleList = model.base_model.layers  # pyright: ignore[reportAssignmentType]
-    queries = [
-        _scale_of_queries(layer, type(model).__name__)
-        for layer, kind, is_free in zip(layers, kinds, free, strict=True)
-        if is_free and kind == GLOBAL  # a window holds no more keys in longer texts
-    ]
+    queries = []
+    for layer, kind, is_free in zip(layers, kinds, free, strict=True):
+        if not is_free or kind != GLOBAL:  # a window holds no more keys in longer texts
+            continue
+        modules = dict(layer.named_modules())
+        found = [each for path, each in modules.items() if path.endswith(".q_proj")]
+        norms = [each for path, each in modules.items() if path.endswith((".q_norm", ".qk_norm"))]
+        scales = len(found) == 1 and len(norms) <= 1
+        if not scales or not all(map(_is_linear_in_weights, norms)):
+            raise UserError(
+                f"{type(model).__name__} has no query projection, or norm of queries, whose "
+                "weights scale the scores, so no temperature can be folded into it"
+            )
+        queries += norms or found
     if not queries:
         raise UserError("all layers without positions see a window: a temperature changes nothing")
     return queries
-
-
-def _scale_of_queries(layer: nn.Module, name: str) -> nn.Module:
-    """The module of a layer whose weights scale its queries."""
-    modules = dict(layer.named_modules())
-    projections = [each for path, each in modules.items() if path.endswith(".q_proj")]
-    norms = [each for path, each in modules.items() if path.endswith((".q_norm", ".qk_norm"))]
-    if len(projections) != 1 or len(norms) > 1 or (norms and not _is_linear_in_weights(norms[0])):
-        raise UserError(
-            f"{name} has no query projection, or norm of queries, whose weights scale the scores, "
-            "so no temperature can be folded into it"
-        )
-    return norms[0] if norms else projections[0]
 
 
 def _is_linear_in_weights(norm: nn.Module) -> bool:

@@ -8,7 +8,7 @@ Transformers has `eager` alone: of a text of 16,384 tokens it keeps more than 11
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
@@ -54,7 +54,7 @@ def use_fused_attention(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def fused_attention(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -71,46 +71,34 @@ def fused_attention(
     if isinstance(attention_mask, Band):
         segments, window = attention_mask
         attention_mask = None
-    if s_aux is not None:
-        sight = Sight(
-            queries=query.shape[-2],
-            keys=key.shape[-2],
-            mask=attention_mask,
-            segments=segments,
+    if s_aux is None:
+        output = attend(
+            query,
+            key,
+            value,
+            attention_mask=attention_mask,
             is_causal=is_causal,
             window=window,
-            device=query.device,
+            segments=segments,
+            scale=scaling,
+            dropout=dropout,
         )
-        output = _attend_with_sinks(module, query, key, value, sight, scaling, dropout)
         return output.transpose(1, 2).contiguous(), None
-    output = attend(
-        query,
-        key,
-        value,
-        attention_mask=attention_mask,
-        is_causal=is_causal,
-        window=window,
-        segments=segments,
-        scale=scaling,
-        dropout=dropout,
-    )
-    return output.transpose(1, 2).contiguous(), None
-
-
-def _attend_with_sinks(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sight: Sight,
-    scaling: float,
-    dropout: float,
-) -> Tensor:
-    """The `eager` attention of GraniteSWA for a block of queries at a time, (B, H, T, D)."""
     # Here, because earlier versions of Transformers have no GraniteSWA.
     from transformers.models.granite_swa.modeling_granite_swa import eager_attention_forward
 
+    sight = Sight(
+        queries=query.shape[-2],
+        keys=key.shape[-2],
+        mask=attention_mask,
+        segments=segments,
+        is_causal=is_causal,
+        window=window,
+        device=query.device,
+    )
+
     def block(start: int, rows: Tensor) -> Tensor:
+        """The `eager` attention of GraniteSWA for some queries, (B, H, t, D)."""
         seen, mask = sight.of(start, start + rows.shape[-2])
         if mask is not None and mask.dtype == torch.bool:
             # Half of the lowest number, so that its sum with a score is finite in float16.
@@ -121,9 +109,9 @@ def _attend_with_sinks(
         )
         return output.transpose(1, 2)
 
-    if compiling():  # blocks would make a graph of their own for every length
-        return block(0, query)
-    return in_blocks(block, query, sight.window)
+    # Under torch.compile blocks would make a graph of their own for every length.
+    output = block(0, query) if compiling() else in_blocks(block, query, window)
+    return output.transpose(1, 2).contiguous(), None
 
 
 def fused_mask(**made: Any) -> Band | Tensor | None:

@@ -13,15 +13,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from coca_attention.errors import RENAMED, UserError, check_is_loaded, did_you_mean
 from coca_attention.method_names import MethodName
 from coca_attention.models.configuration import (
+    EXTENSION,
     GLOBAL,
     check_is_computed,
+    extension_of,
     head_width,
     layer_types,
     made_for,
@@ -30,7 +32,11 @@ from coca_attention.models.configuration import (
 )
 from coca_attention.models.conversion import convert, forget_gguf
 from coca_attention.models.folding import fold_temperature, position_free_queries
-from coca_attention.models.scaling import set_own_rotary, set_rotary_scaling
+from coca_attention.models.scaling import (
+    rotary_modules,
+    set_rope_parameters,
+    set_rotary_scaling,
+)
 from coca_attention.ops import NTK, DistanceMap
 from coca_attention.ops.checks import check_whole
 
@@ -39,8 +45,6 @@ STOCK = ("Transformers", "vLLM", "SGLang", "llama.cpp")
 UNTRIED = ("SGLang", "llama.cpp")
 """Those of them in which nothing extended here has run: their sources have what it takes."""
 PACKAGE = ("Transformers with this package",)
-EXTENSION = "context_extension"
-"""Our field of config.json: by what method a model was extended, from which L to which T."""
 
 
 class Asked(NamedTuple):
@@ -61,8 +65,6 @@ class Asked(NamedTuple):
 Parameters = Callable[..., dict[str, Any]]
 """From what is asked, and the given options of a method by name, to the entries of
 ``rope_parameters`` that it sets for layers that see the whole text."""
-ROTARY = "rotary positions as in training, without a rule of its own"
-LIMITABLE = "a model of a supported family, with rotary positions"
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,6 @@ class Method:
         parameters: See `Parameters`.
         options: Names of its options.
         within: What it promises for texts of up to L tokens: ``exact``, or ``changed``.
-        needs: What it needs of a model.
         engines: What runs the result.
         reach: T / L by default.
         shorter: Whether T may be L or less.
@@ -93,7 +94,6 @@ class Method:
     parameters: Parameters
     options: tuple[str, ...] = ()
     within: Literal["exact", "changed"] = "changed"
-    needs: str = ROTARY
     engines: tuple[str, ...] = STOCK
     reach: float = 2.0
     shorter: bool = False
@@ -207,7 +207,6 @@ ROWS = (
         source="",
         changes="nothing",
         within="exact",
-        needs="nothing",
         parameters=lambda asked: {},
         shorter=True,
         folder=False,
@@ -217,7 +216,6 @@ ROWS = (
         source="ReRoPE: Su, 2023, https://kexue.fm/archives/9708",
         changes="distances",
         within="exact",
-        needs=LIMITABLE,
         engines=PACKAGE,
         parameters=limited,
         options=("near",),
@@ -247,7 +245,6 @@ ROWS = (
         "leaky",
         source="Leaky ReRoPE: Su, 2023, https://kexue.fm/archives/9708",
         changes="distances",
-        needs=f"{LIMITABLE} whose frequencies do not depend on the text",
         engines=PACKAGE,
         parameters=leaky,
     ),
@@ -255,7 +252,6 @@ ROWS = (
         "self_extend",
         source="Self-Extend: Jin et al., 2024, arXiv 2401.01325",
         changes="distances",
-        needs=f"{LIMITABLE} whose frequencies do not depend on the text",
         engines=PACKAGE,
         parameters=self_extend,
         options=("near",),
@@ -265,7 +261,6 @@ ROWS = (
         "shifted",
         source="STRING: An et al., 2024, arXiv 2410.18745, without its factor",
         changes="distances",
-        needs=f"{LIMITABLE} whose frequencies do not depend on the text",
         engines=PACKAGE,
         parameters=shifted,
         options=("near", "first"),
@@ -287,7 +282,6 @@ ROWS = (
         "temperature",
         source="log n scaling: Su, 2021, https://kexue.fm/archives/8823; SWAN, 2025, 2504.08719",
         changes="weights",
-        needs="layers without positions that see the whole text; YaRN is for rotary ones that do",
         parameters=rule_of_transformers("yarn"),
         options=YARN,
     ),
@@ -319,7 +313,6 @@ ROWS = (
         "longrope",
         source="LongRoPE: Ding et al., 2024, arXiv 2402.13753",
         changes="frequencies",
-        needs=f"{ROTARY}, and divisors that were found for it",
         parameters=rule_of_transformers("longrope"),
         options=("short_factor", "long_factor", "attention_factor"),
         left_out="needs divisors",
@@ -350,21 +343,8 @@ def extend_context(
             place, so a configuration that another model shares has to be copied first. Methods
             that change rotary positions need a supported family, with rotary positions as in
             training.
-        method: A row of `METHODS`; by default ``yarn`` for T up to 2 L and ``limited`` for longer
-            texts (`recommended`). ``limited``: keys farther back than ``near`` tokens (by
-            default L) are scored as if they were that far back, which changes nothing in texts of
-            up to as many tokens (ReRoPE with log n scaling). ``leaky``: beyond L / 2 distances grow
-            so slowly that none reaches L (Leaky ReRoPE, Su 2023), in short texts as well.
-            ``self_extend`` (arXiv 2401.01325) rounds them: from ``near`` tokens on, by default
-            L / 2, they count groups of tokens. ``yarn`` (arXiv 2309.00071), ``ntk`` (bloc97,
-            2023: a larger base), ``linear`` (arXiv 2306.15595) and ``llama3`` stretch slow
-            rotations by T / L, in short texts as well. ``dynamic`` (emozilla, 2023) is ntk with the
-            base of the current text. ``longrope`` (arXiv 2402.13753) takes divisors.
-            ``shifted``: distances from ``near`` tokens on count from ``first`` on (STRING, arXiv
-            2410.18745, where ``near`` is L / 3 and ``first`` 128), at full resolution, for T up to
-            2 L - ``first``; ``string`` is the same with its factor on cos and sin.
-            ``temperature``: ln(T + 1) / ln(L + 1), folded into the queries of layers without
-            positions (Cohere2, SmolLM3, …), with yarn where other layers see the whole text.
+        method: A row of `METHODS`, which docs/conversion.md describes; by default ``yarn`` for T up
+            to 2 L and ``limited`` for longer texts (`recommended`).
         to: T, the longest text in tokens that the model is to read; by default 2 L.
         length: L, the length in tokens that the model was made for; by default what its
             configuration says.
@@ -409,7 +389,12 @@ def extend_context(
         _apply(model, row, length, to, None, options)
         config = model.config.get_text_config()
         setattr(config, EXTENSION, {"method": row.name, "length": length, "to": to})
-        _check_saveable(config, row.name)
+        try:
+            type(config).from_dict(config.to_dict())
+        except Exception as error:  # whatever a family checks (Phi-3 takes only longrope)
+            raise UserError(
+                f"{config.model_type} cannot be saved with {row.name}: {error}"
+            ) from error
     except BaseException:
         restore()
         raise
@@ -481,10 +466,18 @@ def extended_lengths(
             extended before.
     """
     check_is_computed(config)
-    _check_original(config.get_text_config())
+    text_config = config.get_text_config()
+    extended = extension_of(text_config)
+    if extended or rope_parameters(text_config).get("distance_map") is not None:
+        by = extended["method"] if extended else "limits of distances"
+        raise UserError(
+            f"the model was extended by {by} already, or one that shares its configuration, and a "
+            "second method would act on top of the first: start from the original, the model that "
+            "it was made from"
+        )
     source = ""
     if length is None:
-        length, why = made_for(config.get_text_config())
+        length, why = made_for(text_config)
         if length is None:
             raise UserError(f"{config.model_type} does not say how long its training texts were")
         source = f" ({why}; `length` sets another)"
@@ -529,14 +522,6 @@ def _snapshot(model: PreTrainedModel) -> Callable[[], None]:
     return restore
 
 
-def _check_saveable(config: PreTrainedConfig, method: str) -> None:
-    """Raise UserError if a configuration could not be loaded again."""
-    try:
-        type(config).from_dict(config.to_dict())
-    except Exception as error:  # whatever a family checks (Phi-3 takes only longrope)
-        raise UserError(f"{config.model_type} cannot be saved with {method}: {error}") from error
-
-
 def _apply(
     model: PreTrainedModel,
     method: Method,
@@ -563,12 +548,55 @@ def _apply(
     )
     parameters = method.parameters(asked, **options)
     parameters = {name: value for name, value in parameters.items() if value is not None}
+    rule = rope.get("rope_type", "default")
+    by_text = rule in ("dynamic", "longrope")
+    if method.changes == "distances" and method.within == "changed" and by_text:
+        raise UserError(
+            f"method {method.name} needs frequencies that do not depend on the text, and the model "
+            f"has {rule} scaling: choose limited"
+        )
+    if rule != "default" and method.changes != "weights" and "rope_type" in parameters:
+        raise UserError(
+            f"method {method.name} would replace the {rule} scaling that the model was trained "
+            "with: choose limited"
+        )
+    reached = to
     if method.changes == "distances":
-        _map_distances(model, method, length, to, parameters)
+        convert(model, "rope", length=length)
+        config = model.config.get_text_config()
+        rope = rope_parameters(config)
+        rope.pop("temperature", None)  # which conversion to limited distances has set
+        rope |= parameters
+        if by_text:  # these rules compute from it what they do
+            reached = config.max_position_embeddings
     elif method.changes == "frequencies":
-        _set_frequencies(model, method, length, to, parameters)
+        kind = parameters.pop("rope_type")
+        # set_rotary_scaling changes neither the base nor L.
+        beside = {
+            name: parameters.pop(name)
+            for name in ("rope_theta", "original_max_position_embeddings")
+            if name in parameters
+        }
+        set_rotary_scaling(model, "none" if kind == "default" else kind, **parameters)
+        if beside:
+            set_rope_parameters(model, rope_parameters(config) | beside)
+        if kind in ("dynamic", "ntk"):  # Transformers computes the base of dynamic from it
+            reached = length
     else:
-        _fold(model, method, length, to, parameters)
+        queries = position_free_queries(model)
+        kinds = zip(layer_types(config), without_positions(config), strict=True)
+        if any(kind == GLOBAL and not free for kind, free in kinds):
+            several = rope is not config.rope_parameters
+            several = several or getattr(config, "layer_rope_theta", None)
+            if several or rule != "default" or not rotary_modules(model):
+                raise UserError(
+                    f"the rotary layers of {config.model_type} that see the whole text cannot be "
+                    "scaled: expected one set of rotary parameters without a rule, got "
+                    f"{config.rope_parameters}"
+                )
+            set_rope_parameters(model, rope | parameters)
+        fold_temperature(queries, math.log(to + 1) / math.log(length + 1))
+    config.max_position_embeddings = reached
 
 
 def _check_options(method: Method, options: Mapping[str, Any]) -> None:
@@ -581,79 +609,3 @@ def _check_options(method: Method, options: Mapping[str, Any]) -> None:
             if holders:
                 takes = f"{name} is for method {' and '.join(holders)}: leave it out"
             raise UserError(f"method {method.name} has no option `{name}`: {takes}")
-
-
-def _check_original(config: PreTrainedConfig) -> None:
-    """Raise UserError if a model was extended before."""
-    said = getattr(config, EXTENSION, None) or {}
-    if said or rope_parameters(config).get("distance_map") is not None:
-        by = said.get("method") or "limits of distances"
-        raise UserError(
-            f"the model was extended by {by} already, or one that shares its configuration, and a "
-            "second method would act on top of the first: start from the original, the model that "
-            "it was made from"
-        )
-
-
-def _map_distances(
-    model: PreTrainedModel, method: Method, length: int, to: int, parameters: dict[str, Any]
-) -> None:
-    """Convert a rotary model to this package's attention, with a map of distances."""
-    rule = rope_parameters(model.config.get_text_config()).get("rope_type", "default")
-    if method.within == "changed" and rule in ("dynamic", "longrope"):
-        raise UserError(
-            f"method {method.name} needs frequencies that do not depend on the text, and the model "
-            f"has {rule} scaling: choose limited"
-        )
-    if rule != "default" and "rope_type" in parameters:
-        _refuse_to_replace(method, rule)
-    convert(model, "rope", length=length)
-    config: PreTrainedConfig = model.config.get_text_config()
-    rope = rope_parameters(config)
-    rope.pop("temperature", None)  # which conversion to limited distances has set
-    rope |= parameters
-    # These rules compute from it what they do.
-    if rule not in ("dynamic", "longrope"):
-        config.max_position_embeddings = to
-
-
-def _refuse_to_replace(method: Method, rule: str) -> NoReturn:
-    raise UserError(
-        f"method {method.name} would replace the {rule} scaling that the model was trained with: "
-        "choose limited"
-    )
-
-
-def _set_frequencies(
-    model: PreTrainedModel, method: Method, length: int, to: int, parameters: dict[str, Any]
-) -> None:
-    """Set a rotary rule that Transformers knows."""
-    config: PreTrainedConfig = model.config.get_text_config()
-    present = rope_parameters(config).get("rope_type", "default")
-    if present != "default":
-        _refuse_to_replace(method, present)
-    kind = parameters["rope_type"]
-    given = {
-        name: value
-        for name, value in parameters.items()
-        if name not in ("rope_type", "rope_theta", "original_max_position_embeddings")
-    }
-    set_rotary_scaling(model, "none" if kind == "default" else kind, **given)
-    set_here = ("rope_theta", "original_max_position_embeddings")
-    rope = rope_parameters(config)
-    rope |= {name: parameters[name] for name in set_here if name in parameters}
-    # From which Transformers computes the base of `dynamic`.
-    config.max_position_embeddings = length if kind in ("dynamic", "ntk") else to
-
-
-def _fold(
-    model: PreTrainedModel, method: Method, length: int, to: int, parameters: dict[str, Any]
-) -> None:
-    """Fold a temperature into queries, and set a rule where rotary layers see the whole text."""
-    config: PreTrainedConfig = model.config.get_text_config()
-    queries = position_free_queries(model)
-    kinds = zip(layer_types(config), without_positions(config), strict=True)
-    if any(kind == GLOBAL and not free for kind, free in kinds):
-        set_own_rotary(model, parameters)
-    fold_temperature(queries, math.log(to + 1) / math.log(length + 1))
-    config.max_position_embeddings = to

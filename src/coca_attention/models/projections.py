@@ -26,8 +26,6 @@ class AttentionLayout:
     output_name: str = "o_proj"
     interleaved: bool = False
     """Pair layout, see `split_pairs`."""
-    interleaved_tables: bool = False
-    """Whether Transformers' tables of cos and sin have that layout, too."""
     norm_spans_heads: bool = False
     """Whether q and k norms normalise all heads together, not each separately."""
     norm_offset: float = 0.0

@@ -1,16 +1,16 @@
-"""Stateless rotary modules for Transformers models.
+"""Rotary modules without state for Transformers models.
 
 Legend: B batch, T tokens of a pass, R rotary width.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from coca_attention.models.configuration import rotation, window_of
-from coca_attention.ops.positions import Decay, DistanceMap, join_pairs
+from coca_attention.ops.positions import Decay, DistanceMap
 
 
 class Far(NamedTuple):
@@ -52,19 +52,18 @@ class CoCARotary(nn.Module):
         return Angles(cos, sin, factor, turning.bias, far)
 
 
-class VanillaRotary(CoCARotary):
-    """Stateless replacement for a Transformers rotary module: cos and sin at full rotary width."""
+class StatelessRotary(nn.Module):
+    """A rotary module of Transformers that is made in every pass.
 
-    def __init__(self, config: PreTrainedConfig, interleaved: bool) -> None:
-        super().__init__(config)
-        self.interleaved = interleaved  # whether the two values of a pair are adjacent (Cohere)
+    With dynamic scaling it keeps the base of the longest text so far, also for one of L tokens.
+    """
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, hidden_states: Tensor, position_ids: Tensor, layer_type: str | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """cos and sin, each (B, T, R), in the dtype of the hidden states."""
-        cos, sin = (
-            join_pairs(x, x, self.interleaved).to(hidden_states.dtype)
-            for x in super().forward(hidden_states, position_ids, layer_type)[:2]
-        )
-        return cos, sin
+    def __init__(self, made: type[nn.Module], config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.made = made
+        self.config = config
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """cos and sin of the module that is made."""
+        made = self.made(self.config).to(hidden_states.device)
+        return made(hidden_states, *args, **kwargs)

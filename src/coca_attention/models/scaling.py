@@ -1,6 +1,7 @@
 """Changing the rotary scaling of a loaded model, CoCA or vanilla."""
 
 import copy
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,13 +13,16 @@ from coca_attention.models.configuration import (
     GLOBAL,
     LOCAL_RULE,
     ROTATION_FIELDS,
+    add_rope_types,
     original_length,
     rope_parameters,
     rope_type_of,
+    rotation,
+    with_global,
 )
 from coca_attention.models.families import FAMILIES, supported_families
 from coca_attention.models.frequencies import DEFAULTS, PARAMETERS
-from coca_attention.models.rotary import CoCARotary, VanillaRotary
+from coca_attention.models.rotary import CoCARotary, StatelessRotary
 from coca_attention.ops import NTK, RULES
 from coca_attention.ops.checks import check_whole
 
@@ -49,15 +53,17 @@ def set_rotary_scaling(
     nothing. Transformers' own Phi-3 can only be saved with ``longrope``.
 
     Args:
-        model: A loaded model.
+        model: A loaded model, in the dtype that it is to have: casting it afterwards casts the
+            frequencies of Transformers' own rotary modules, too.
         kind: ``none``, ``linear`` (position interpolation), ``ntk`` (base fixed by the target
             length), ``dynamic`` (base derived from the length of each forward pass; exact for a
             full pass, inexact when decoding with a cache), ``yarn``, ``llama3``, ``longrope``, or a
-            registered rule.
+            registered rule. One that follows the length of each text is for CoCA models only.
         factor: Scaling factor, at least 1. Default: that of the current rule if it is of the same
             kind; for ``longrope``, derived from the configuration; otherwise 1.
         length: Target length in tokens, for ``ntk`` (without it the base is multiplied by
-            ``factor ** (D / (D - 2))``) and ``longrope`` (without it the long factors apply).
+            ``factor ** (D / (D - 2))``) and, in CoCA models, ``longrope`` (without it the long
+            factors apply; Transformers' own models choose by each text).
         **parameters: Other parameters of the rule (what Transformers reads, or the fields of a
             registered class), for example ``low_freq_factor`` for ``llama3``. Default: those of the
             current rule if it is of the same kind.
@@ -68,31 +74,36 @@ def set_rotary_scaling(
     """
     check_is_loaded(model)
     config = model.config.get_text_config()
-    modules = _rotary_modules(model)
+    modules = rotary_modules(model)
     if not modules:
         raise UserError(
             f"a model of type {config.model_type!r} has no rotary embedding to scale; use scaling "
             "none"
         )
+    vanilla = [_class_of(each) for each in modules.values() if not isinstance(each, CoCARotary)]
+    for made in vanilla:
+        # A subclass of a family's may compute something else.
+        if all(made is not family.rotary for family in FAMILIES):
+            raise UserError(
+                f"scaling of the rotary embedding {made.__name__} is not supported; supported are "
+                f"those of {supported_families(model)}"
+            )
     given = {"factor": factor, "length": length, **parameters}
     try:
+        rope = _changed_parameters(config, kind, given)
         probe = copy.copy(config)
-        rule = _changed_parameters(config, kind, given)
-        if rope_parameters(config) is not config.rope_parameters:  # a set for each layer type
-            rule = config.rope_parameters | {GLOBAL: rule}
-        probe.rope_parameters = rule
+        probe.rope_parameters = with_global(config, rope)
         # Compute the tables once, which checks the parameters, before changing the model.
         CoCARotary(probe)(torch.zeros(1), torch.zeros(1, 1, dtype=torch.long))
+        follows = rotation(probe).follows_length
     except (ValueError, TypeError, ArithmeticError) as error:
         raise UserError(str(error)) from error
-    replacements = {
-        name: VanillaRotary(config, _has_interleaved_tables(module, model))
-        for name, module in modules.items()
-        if not isinstance(module, CoCARotary)
-    }
-    config.rope_parameters = probe.rope_parameters
-    for name, replacement in replacements.items():
-        model.set_submodule(name, replacement)
+    if vanilla and follows and kind != "dynamic":
+        raise UserError(
+            f"rotary scaling {kind!r} follows the length of each text, which Transformers' own "
+            "models do with dynamic and longrope alone: convert the model first"
+        )
+    set_rope_parameters(model, rope)
 
 
 def _changed_parameters(
@@ -154,46 +165,43 @@ def _changed_parameters(
     return changed
 
 
-def set_own_rotary(model: PreTrainedModel, parameters: dict[str, Any]) -> None:
-    """Set a rule of Transformers in a model of any family, whose own rotary module computes it.
+def set_rope_parameters(model: PreTrainedModel, rope: dict[str, Any]) -> None:
+    """Set the rotary parameters of layers that see the whole text, and make its rotary modules.
 
-    Args:
-        model: A model with one set of rotary parameters, as in training.
-        parameters: Entries of ``rope_parameters``.
-
-    Raises:
-        UserError: If it has a rule, or several sets.
+    They are Transformers' own, so a model computes what its files would be loaded as.
     """
+    add_rope_types()  # a rule may have been registered after the import
     config: PreTrainedConfig = model.config.get_text_config()
-    rope = rope_parameters(config)
-    modules = _rotary_modules(model)
-    several = rope is not config.rope_parameters or getattr(config, "layer_rope_theta", None)
-    if several or rope.get("rope_type", "default") != "default" or not modules:
-        raise UserError(
-            f"the rotary layers of {config.model_type} that see the whole text cannot be scaled: "
-            f"expected one set of rotary parameters without a rule, got {config.rope_parameters}"
-        )
-    config.rope_parameters = rope | parameters
-    for name, module in modules.items():
-        made: nn.Module = type(module)(config)
-        buffer = next(module.buffers())
-        model.set_submodule(name, made.to(buffer.device))
+    changed = copy.copy(config)
+    changed.rope_parameters = with_global(config, rope)
+    replacements: dict[str, nn.Module] = {}
+    for name, module in rotary_modules(model).items():
+        if isinstance(module, CoCARotary):  # it reads the configuration in every pass
+            continue
+        if rope["rope_type"] == "dynamic":
+            replacements[name] = StatelessRotary(_class_of(module), config)
+            continue
+        # Its own device, because the parameters of an offloaded model are on none.
+        device = next(chain(module.buffers(), model.parameters())).device
+        with torch.inference_mode(False):  # longrope writes into its frequencies in later passes
+            made: Any = _class_of(module)(changed).to(device)
+        made.config = config
+        replacements[name] = made
+    config.rope_parameters = changed.rope_parameters
+    for name, replacement in replacements.items():
+        model.set_submodule(name, replacement)
 
 
-def _rotary_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+def rotary_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The rotary modules of a model by name, ours and Transformers'."""
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, CoCARotary) or hasattr(module, "compute_default_rope_parameters")
+        if isinstance(module, CoCARotary | StatelessRotary)
+        or hasattr(module, "compute_default_rope_parameters")
     }
 
 
-def _has_interleaved_tables(module: nn.Module, model: PreTrainedModel) -> bool:
-    """See `AttentionLayout`; UserError unless the rotary module is a family's."""
-    for family in FAMILIES:
-        if type(module) is family.rotary:  # a subclass may compute something else
-            return family.layout.interleaved_tables
-    raise UserError(
-        f"scaling of the rotary embedding {type(module).__name__} is not supported; supported are "
-        f"those of {supported_families(model)}"
-    )
+def _class_of(module: nn.Module) -> type[nn.Module]:
+    """Transformers' class of a rotary module that is not of a CoCA model."""
+    return module.made if isinstance(module, StatelessRotary) else type(module)

@@ -10,9 +10,7 @@ from uuid import uuid4
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from coca_attention.models import training_length
-from coca_attention.models.configuration import attention_of
-from coca_attention.models.methods import EXTENSION
+from coca_attention.models.configuration import attention_of, made_for
 from coca_lab.cells import cell_type
 from coca_lab.data import SourceSettings, load_tokenizer
 from coca_lab.data.documents import text_fingerprint
@@ -84,11 +82,10 @@ class Model:
         if self.module is None:
             return {"model": self.name, "attention": None, "training_length": None}
         config = self.module.config.get_text_config()
-        extended = getattr(config, EXTENSION, None)
         return {
             "model": self.name,
             "attention": attention_of(config),
-            "training_length": extended["length"] if extended else training_length(config),
+            "training_length": made_for(config)[0],
         }
 
 

@@ -66,12 +66,12 @@ class MethodSettings:
     @contextmanager
     def applied(self, module: Any, length: int) -> Iterator[dict[str, Any] | None]:
         """Change a model for texts of a length in tokens; yields its rotary parameters."""
-        from coca_attention.models import applied, training_length  # imports torch
+        from coca_attention.models import applied, made_for  # imports torch
 
         to = None
-        made_for = self.length or training_length(module.config.get_text_config())
-        if self.factor is not None and made_for is not None:
-            to = round(self.factor * made_for)
+        trained = self.length or made_for(module.config.get_text_config())[0]
+        if self.factor is not None and trained is not None:
+            to = round(self.factor * trained)
         options = {"to": to, "length": self.length, "text": length, **self.options}
         with applied(module, self.method, **options):
             yield getattr(module.config.get_text_config(), "rope_parameters", None)

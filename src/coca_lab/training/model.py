@@ -22,6 +22,8 @@ from coca_attention.errors import UserError, did_you_mean
 from coca_attention.models import METHODS, AlibiGPTNeoXConfig
 from coca_attention.models.configuration import (
     attention_of,
+    extension_of,
+    made_for,
     role_fields,
     rope_parameters,
 )
@@ -52,19 +54,24 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
         model = use_fused_attention(AutoModelForCausalLM.from_config(config))
     else:
         model = _load_start(recipe.model, recipe.model.start)
+    config: Any = model.config.get_text_config()
+    # What it reads already: it was made for that, extended to it, or trained on such blocks since.
+    reached = [made_for(config)[0], getattr(config, "max_position_embeddings", None)]
+    extended = extension_of(config)
+    if extended:
+        reached.append(extended["to"])
+    known = max((tokens for tokens in reached if tokens), default=None)
     if recipe.model.interpolation is not None:
         # Before the length is extended: some rules record it.
-        known = [
+        rules = [
             each.name for each in METHODS.values() if each.changes == "frequencies" and each.folder
         ]
-        if recipe.model.scaling not in known:
+        if recipe.model.scaling not in rules:
             raise UserError(
                 f"model.scaling must be a method that changes frequencies, one of "
-                f"{', '.join(known)}; got {recipe.model.scaling}"
+                f"{', '.join(rules)}; got {recipe.model.scaling}"
             )
         set_rotary_scaling(model, recipe.model.scaling, factor=recipe.model.interpolation)
-    config: Any = model.config.get_text_config()
-    known = getattr(config, "max_position_embeddings", None)
     length = recipe.data.block_length
     if recipe.model.start is not None and known is not None and length > known:
         if recipe.model.interpolation is None and "distance_map" not in rope_parameters(config):

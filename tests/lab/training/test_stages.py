@@ -10,6 +10,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from coca_attention import extend_context
 from coca_attention.errors import UserError
 from coca_lab.data import load_tokenizer
 from coca_lab.loading import load_model
@@ -271,6 +272,21 @@ def test_a_start_is_read_farther_without_stages(base, staged, text_folder, tmp_p
     assert converted.coca_form == "slack"
     linear = converted.rope_parameters
     assert (linear["rope_type"], linear["factor"]) == ("linear", 2)
+    # What a start reads already is read by block, too: here extended, or by Vicuna's field.
+    model = extend_context(load_model(base), "yarn", to=32)
+    model.save_pretrained(extended := shutil.copytree(base, tmp_path / "extended"))
+    assert made(extended, attention="rope").rope_parameters == model.config.rope_parameters
+    # Trained on longer blocks since: no further interpolation is asked for.
+    later = load_model(extended)
+    later.config.context_extension["to"] = 24
+    later.save_pretrained(extended)
+    assert made(extended, attention="rope").max_position_embeddings == 32
+    vicuna = shutil.copytree(base, tmp_path / "vicuna")
+    config = json.loads((vicuna / "config.json").read_text()) | {"max_sequence_length": 64}
+    (vicuna / "config.json").write_text(json.dumps(config))
+    recipe = write_recipe(vicuna, text_folder, tmp_path / "r.yaml", [], attention="rope")
+    recipe = load_recipe(recipe, ["--data.block_length=32"])
+    assert make_model(recipe, load_tokenizer(vicuna)).config.max_position_embeddings == 16
 
 
 @pytest.mark.parametrize(
