@@ -21,6 +21,7 @@ import studies.recall  # noqa: F401 (registers the task, as COCA_IMPORT does)
 from coca_attention.errors import UserError
 from coca_lab.cli import COMMANDS, main
 from coca_lab.cli.parsing import command_parser
+from coca_lab.evaluation import choice
 from coca_lab.options import option_names, option_of
 from coca_lab.recipe import StageRecipe, WeightedSource
 from coca_lab.settings.evaluations import TASK_OPTIONS
@@ -163,12 +164,14 @@ def test_the_readmes_commands_run_and_print_what_it_shows(workplace, capsys):
     assert main(export) == 0 and "native/native.gguf" in capsys.readouterr().out
 
 
-def test_the_readmes_table_names_a_command_for_every_purpose(workplace, capsys):
+def test_the_readmes_table_names_a_command_for_every_purpose(workplace, monkeypatch, capsys):
     """What they run is tested here, in test_extend.py, and for studies in tests/lab/studies."""
+    monkeypatch.setattr(choice, "GUESS", 100.0)  # random weights find nothing
     rows = re.findall(r"^\| (?!I want).+? \| (`coca .+?`) \|", README.read_text("utf-8"), re.M)
     assert [row.split()[1].strip("`") for row in rows] == ["extend", "train", "study"]
     words = shlex.split(rows[0].strip("`").replace("TEXT", "books"))[1:]
-    assert main([*words, "--check-documents", "2", "--check-numbers", "1"]) == 0
+    code = main([*words, "--check-documents", "2", "--check-numbers", "1", "--to", "640"])
+    assert code == 0, capsys.readouterr()
     assert "TARGET: " in capsys.readouterr().out
 
 

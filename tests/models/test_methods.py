@@ -29,6 +29,7 @@ from coca_attention.testing import (
     measure_consistency,
     some_tokens,
 )
+from coca_lab.evaluation.choice import in_words
 from covering import mostly_slow
 from families import FAMILIES, VARIED, reloaded, vanilla
 from natives import cohere
@@ -331,7 +332,7 @@ def test_the_page_has_every_method_with_its_options_and_engines():
     assert list(cells) == [name for name in METHODS if name != "none"]
     for name, (_, _, options, within, engines) in cells.items():
         row = METHODS[name]
-        assert engines == ", ".join(row.engines)
+        assert engines == in_words(row.engines)
         assert within.startswith("as before" if row.within == "exact" else "change")
         if not options.startswith(("as ", "those of ")):
             assert [option for option in row.options if f"`{option}`" in options] == list(

@@ -13,7 +13,7 @@ import pytest
 
 from coca_attention.errors import UserError
 from coca_lab.evaluation.needles import scores_of
-from coca_lab.intervals import differences, mean_nats, nats_interval
+from coca_lab.intervals import differences, mean_interval, mean_nats, nats_interval
 from coca_lab.report import printed_tables, read_results
 from studies import native, pages
 from studies.pages import BEGIN, END, write_tables
@@ -115,8 +115,8 @@ def test_what_pages_say_of_needles_in_eight_books_is_in_their_file():
     said = f"{percent['shifted']}, leaky distances {percent['leaky']}, YaRN {percent['yarn']}."
     assert said in readme
     assert (
-        f"{percent['none']} probable as it is, {percent['dynamic']} with dynamic NTK, which its "
-        f"check takes, {percent['yarn']} with YaRN, {percent['shifted']} with shifted distances"
+        f"{percent['none']} probable as it is, {percent['dynamic']} with dynamic NTK, "
+        f"{percent['yarn']} with YaRN, {percent['shifted']} with shifted distances"
     ) in readme
     questions = " ".join((ROOT / "docs/README.md").read_text(encoding="utf-8").split())
     assert (
@@ -189,3 +189,20 @@ def test_the_report_reads_the_trials_of_a_study(tmp_path, monkeypatch):
     pages.main()
     (content,) = read_results(["runs/trials"])
     assert content["study"]["title"] and printed_tables(content["results"])
+
+
+def test_what_the_page_says_of_answers_by_dynamic_ntk_is_in_its_file():
+    folder = ROOT / "results/extend"
+    rows = json.loads((folder / "decoding.json").read_text("utf-8"))["rows"]
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    changes = []
+    for row in rows:
+        if row["method"] != "dynamic":
+            continue
+        once, alone = row["perplexity_at_once"], row["perplexity_token_by_token"]
+        changes.append(math.log(alone / once))
+        assert f"| {row['document'] + 1} | {once:.2f} | {alone:.2f} |" in page
+    low, high = mean_interval(changes)
+    mean = math.expm1(sum(changes) / len(changes))
+    assert f"{mean:.1%}".replace("%", " %") + " more perplexity" in page
+    assert f"({math.expm1(low) * 100:.1f} to {math.expm1(high) * 100:.1f} %, three books)" in page

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from coca_attention.errors import UserError
 from coca_attention.method_names import MethodName
 from coca_attention.models.configuration import (
-    extension_of,
+    EXTENSION,
     made_for,
     rope_parameters,
     rotation,
@@ -96,7 +96,7 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
         method = wanted.method
         if method == "auto":
             extended = extend_context(deepcopy(model), to=to, length=length)
-            method = extension_of(extended.config.get_text_config())["method"]
+            method = getattr(extended.config.get_text_config(), EXTENSION)["method"]
         _print_training_length(config, wanted.length)
         _say_what_is_taken(wanted, method, length, to)
         chosen = MethodSettings(method, to / length, _options(wanted, method), wanted.length)
