@@ -196,7 +196,8 @@ def _compare(
         (read,) = choice.others
         word = read.word(choice.base, choice.margins)
         reason = f"{taken.method} was named, so it is written; by the check: {word}."
-    print(" ".join([reason, *choice.warnings]))
+    for line in (reason, *choice.warnings):
+        print(line)
     tables = printed_tables(found.cells)
     longest = max(choice.base.perplexity)
     columns = (
@@ -215,9 +216,9 @@ def _compare(
             "documents decide (--check-documents)"
         )
     print("The rule and all tables are in the model card, README.md.")
-    said = " ".join([reason, *choice.warnings, RULE, columns])
     shown = [markdown_table(*table) for table in tables]
-    return taken, "\n\n".join([said, markdown_table(*found.table()), BRACKETS, *shown])
+    report = [reason, *choice.warnings, columns, markdown_table(*found.table()), RULE, BRACKETS]
+    return taken, "\n\n".join([*report, *shown])
 
 
 def _print_left_out(refused: Mapping[str, str]) -> None:

@@ -188,7 +188,7 @@ def test_where_no_method_finds_the_numbers_none_is_taken(source, tmp_path, capsy
     assert code == 2 and "so nothing is written: name one by --method" in err
     first = next(line for line in said.splitlines() if line.startswith("No method"))
     assert "finds the numbers beyond L, so none is taken: the best, " in first
-    assert " The model finds no numbers within L either" in first
+    assert "\nThe model finds no numbers within L either" in said
     assert not (tmp_path / "target").exists()
 
 
