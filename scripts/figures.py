@@ -17,6 +17,7 @@ from typing import Any
 import vl_convert
 
 import studies.recall  # noqa: F401 (registers its task and section)
+from coca_lab.files import read_json
 from coca_lab.report.charts import LineChart, Palette
 from coca_lab.report.drawing import INKS, NARROW, of_theme, specification
 from coca_lab.report.lengths import PASSKEYS, PERPLEXITY
@@ -33,7 +34,9 @@ PAGES: dict[str, tuple[dict[str, str], str]] = {
          "others 22.70 to 88.48.",
          f"{KEYS} (group 1)": "Passkeys found at 4,096 tokens (16 × the training context): roles "
          "100%, the others 0% to 8%."},
-        "Roles, rotary, no decay=roles; ALiBi; CoCA-Strict; RoFormer=RoPE",
+        "Roles, rotary, no decay=roles; RoFormer + limited (16)=RoPE, limited distances; "
+        "ALiBi; RoFormer + YaRN (16)=RoPE, YaRN; CoCA-Strict; RoFormer + NTK (16)=RoPE, NTK; "
+        "RoFormer=RoPE",
     ),
     "verdict": (
         {LENGTHS: "Perplexity at 1,024 tokens (4 × the training context): roles 22.01, the others "
@@ -86,7 +89,14 @@ Titled = tuple[str, LineChart]
 
 def report_charts(folder: Path, said: dict[str, str], lines: str) -> list[Titled]:
     """Charts of the report of a folder, by the titles of sections, with some of their lines."""
-    sections = page_sections(*tasks_and_runs(parsed(published(folder))))
+    contents = published(folder)
+    measured_later = folder / "methods" / "results.json"
+    if measured_later.exists():  # of the same models, trained again: other methods and lengths
+        (study,) = (content for content in contents if "study" in content)
+        places = {place_of(cell) for cell in study["results"]}
+        more = read_json(measured_later)["results"]
+        study["results"] += [cell for cell in more if place_of(cell) not in places]
+    sections = page_sections(*tasks_and_runs(parsed(contents)))
     charts = {section.title: section.chart for section in sections}
     shown = {}
     colours = {}
@@ -109,6 +119,12 @@ def report_charts(folder: Path, said: dict[str, str], lines: str) -> list[Titled
         return replace(chart, points=points, ticks=ticks, bars=bars)
 
     return [(words, chosen(charts[title])) for title, words in said.items()]
+
+
+def place_of(cell: dict[str, Any]) -> tuple[Any, ...]:
+    """What a cell is a figure of."""
+    fields = ("task", "model", "training_seed", "scaling", "window", "length")
+    return tuple(cell.get(name) for name in fields)
 
 
 def picture(parts: Sequence[Titled], width: int, *, above: bool, note: str = "") -> str:
