@@ -32,8 +32,8 @@ PAGES: dict[str, tuple[dict[str, str], str]] = {
     "long-context": (
         {LENGTHS: "Perplexity at 4,096 tokens (16 × the training context): roles 21.04, the "
          "others 22.70 to 88.48.",
-         f"{KEYS} (group 1)": "Passkeys found at 4,096 tokens (16 × the training context): roles "
-         "100%, the others 0% to 8%."},
+         f"{KEYS} (texts 1 of 2)": "Passkeys found at 4,096 tokens (16 × the training context): "
+         "roles 100%, the others 0% to 8%."},
         "Roles, rotary, no decay=roles; RoFormer + limited (16)=RoPE, limited distances; "
         "ALiBi; RoFormer + YaRN (16)=RoPE, YaRN; CoCA-Strict; RoFormer + NTK (16)=RoPE, NTK; "
         "RoFormer=RoPE",

@@ -107,25 +107,26 @@ def model_fingerprint(path: str | Path) -> str:
     return files_fingerprint(sorted(files))
 
 
-def code_fingerprint(*functions: Callable[..., Any]) -> str:
+def code_fingerprint(function: Callable[..., Any]) -> str:
     """Of the code that measures: what a task's figures depend on beside data and settings.
 
-    It is the source of the library and of the parts of this package in `MEASURING`, of the files
-    in which functions are defined, and of the user's own modules in ``COCA_IMPORT``, with the
-    versions of `PACKAGES`. A comment counts, too; hardware and other packages do not.
+    It is the source of the library and of the parts of this package in `MEASURING`, of the file in
+    which a function is defined, and of the user's own modules in ``COCA_IMPORT``, with the versions
+    of `PACKAGES`. A comment counts, too; hardware and other packages do not.
     """
-    own = sorted({_defining(function) for function in functions})
-    return fingerprint([_package_code(os.environ.get(EXTENSIONS, "")), own])
-
-
-def _defining(function: Any) -> str:
-    """Of the file that defines a function, or of what there is of one that has no file."""
-    function = inspect.unwrap(getattr(function, "func", function))  # of functools.partial
+    function = getattr(function, "func", function)  # of functools.partial
+    function = inspect.unwrap(getattr(function, "__func__", function))  # of a method
     theirs = function if inspect.isfunction(function) else type(function)
+    return fingerprint([_package_code(os.environ.get(EXTENSIONS, "")), _defining(theirs)])
+
+
+@cache
+def _defining(theirs: Any) -> str:
+    """Of the file that defines a function or class, or of what there is of one without a file."""
     with suppress(OSError, TypeError):
         path = Path(inspect.getfile(theirs))
         return files_fingerprint([path]) if path.is_file() else inspect.getsource(theirs)
-    return repr(getattr(function, "__code__", theirs))
+    return repr(getattr(theirs, "__code__", theirs))
 
 
 @cache

@@ -211,8 +211,8 @@ def length_section(frame: Frame, measure: Measure, title: str, caption: str) -> 
         header.append(name)
         rows = [[*row, by_line.get(str(row[0]), "–")] for row in rows]
         caption += (
-            " Last column: over the same documents, with paired 95 % intervals; level if they have "
-            f"{1 if measure.ratios else 0}."
+            " Last column: over the same documents, with paired 95 % intervals, which cannot tell "
+            f"two lines apart if they have {1 if measure.ratios else 0}."
         )
     drawn = chart.drawn()["line"].nunique()
     if drawn == MOST and drawn < len(rows):
@@ -231,7 +231,7 @@ def _entries(frame: Frame, measure: Measure) -> dict[tuple[str, int], Entry]:
         interval = ""
         if not math.isnan(row.low):
             interval = f"{measure.form(row.low)} to {measure.form(row.high)}"
-        bold = shown == best[row.x] != worst[row.x]
+        bold = shown == best[row.x] and shown != worst[row.x]
         entries[row.line, row.x] = Entry(shown, interval, bold)
     return entries
 
@@ -267,13 +267,13 @@ def paired_difference(mine: Scores, theirs: Scores, ratios: bool) -> str | Entry
     if interval is None or not math.isfinite(mean):
         return "–"
     low, high = interval
-    level = ", level" if low <= 0 <= high else ""
+    unclear = ", cannot tell" if low <= 0 <= high else ""
     if not ratios:
         interval = f"{signed(low, '.3f')} to {signed(high, '.3f')}"
-        return Entry(f"{signed(mean, '.3f')}{level}", interval)
+        return Entry(f"{signed(mean, '.3f')}{unclear}", interval)
     ratio, least, most = np.exp(np.clip([mean, low, high], -700, 700))
     form = ".3f" if most < 100 else ".4g"
-    return Entry(f"{ratio:{form}} ×{level}", f"{least:{form}} to {most:{form}}")
+    return Entry(f"{ratio:{form}} ×{unclear}", f"{least:{form}} to {most:{form}}")
 
 
 def trained_length(frame: Frame) -> int | None:

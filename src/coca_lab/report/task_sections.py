@@ -356,7 +356,7 @@ def groups_of(tasks: Tasks) -> Iterator[tuple[str, Cells, str]]:
     """The groups of every task, by its name; and what they are called, if a task has several."""
     for name, groups in tasks.items():
         for number, group in enumerate(groups, 1):
-            yield name, group, f"group {number}" if len(groups) > 1 else ""
+            yield name, group, f"texts {number} of {len(groups)}" if len(groups) > 1 else ""
 
 
 def printed_tables(cells: Sequence[Content]) -> list[tuple[list[str], list[list[str]]]]:

@@ -187,11 +187,11 @@ def test_results_on_other_texts_stand_apart(tmp_path, undrawn):
     files = [written(tmp_path, "a.json", CELLS), written(tmp_path, "b.json", other)]
     text = Page(build_report(read_results(files))).text
     title = "Perplexity against context length"
-    assert f"{title}, group 1: RoFormer, CoCA-Slack ({files[0]})" in text
-    assert f"{title}, group 2: C, D ({files[1]})" in text
-    assert "Perplexity against the length read at once (group 2)" in text
+    assert f"{title}, texts 1 of 2: RoFormer, CoCA-Slack ({files[0]})" in text
+    assert f"{title}, texts 2 of 2: C, D ({files[1]})" in text
+    assert "Perplexity against the length read at once (texts 2 of 2)" in text
     names = [header[0] for header, _ in printed_tables([*CELLS, *other])]
-    assert names == ["perplexity at (group 1)", "perplexity at (group 2)"]
+    assert names == ["perplexity at (texts 1 of 2)", "perplexity at (texts 2 of 2)"]
 
 
 TEXT, OTHER = perplexity("a", 64, 2.0, text="0"), perplexity("b", 64, 3.0)

@@ -203,7 +203,7 @@ def test_paired_figures_by_hand():
     assert ratio == f"{math.exp(0.1 + 0.1 * 190 / 2000):.3f} ×"
     low, high = map(float, interval.split(" to "))
     assert 1.1 < low < float(ratio[:-2]) < high < 1.13
-    assert str(last["d"]) == "1.000 ×, level" and "level if they have 1." in section.note
+    assert str(last["d"]) == "1.000 ×, cannot tell" and "apart if they have 1." in section.note
     # What is read of other documents, or by several seeds, is not paired.
     assert len(shown(*cells[:1])[BY_LENGTH].header) == 2
     assert len(shown(*SEEDS)[BY_LENGTH].header) == 3
@@ -250,5 +250,5 @@ def test_the_terminal_has_the_tables_of_the_figures_alone():
         ruler("B", "vt", 512, 1.0) | {"filler": "y"},
     ]
     assert [table[0][0] for table in printed_tables(cells)] == [
-        "RULER score of vt at (group 1)", "RULER score of vt at (group 2)",
+        "RULER score of vt at (texts 1 of 2)", "RULER score of vt at (texts 2 of 2)",
     ]  # fmt: skip

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -276,6 +277,29 @@ def test_a_study_notices_another_task_of_the_same_name(model, tmp_path):
         finally:
             del TASKS["toy"], TASK_OPTIONS["toy"]
     assert answers == [1, 2]
+
+
+@dataclass
+class Measuring:
+    """Has no hash, as a dataclass without ``frozen``."""
+
+    def __call__(self):
+        return []
+
+    def measured(self):
+        return []
+
+
+def test_the_file_of_a_task_is_read_once_in_a_process(monkeypatch):
+    read = []
+    monkeypatch.setattr(fingerprints, "files_fingerprint", lambda paths: f"{read.append(paths)}")
+    monkeypatch.setattr(fingerprints, "_package_code", lambda extensions: "")
+    fingerprints._defining.cache_clear()
+    for measure in (Measuring(), Measuring().measured, partial(Measuring(), 1)):
+        codes = [fingerprints.code_fingerprint(measure) for _ in range(2)]
+        assert codes[0] == codes[1]
+    fingerprints._defining.cache_clear()
+    assert read == [[Path(__file__)]] * 2  # for the class, and for its method
 
 
 def test_a_study_notices_other_code_of_the_package(model, tmp_path, text, monkeypatch):
