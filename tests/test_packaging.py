@@ -32,7 +32,7 @@ def test_versions_agree_and_the_changelog_has_a_section_for_this_one():
 
 def test_one_sentence_says_what_it_is():
     first = " ".join((ROOT / "README.md").read_text(encoding="utf-8").splitlines()[2:4])
-    assert first.rstrip(".").endswith(PROJECT["description"])
+    assert first.strip().rstrip(".").endswith(PROJECT["description"])
     for page in ("CITATION.cff", "mkdocs.yml"):
         assert PROJECT["description"] in (ROOT / page).read_text(encoding="utf-8")
 
