@@ -259,9 +259,11 @@ def _names(
     chart: LineChart, last: Frame, domain: tuple[float, float], letters: int
 ) -> dict[str, list[str]]:
     """What is written beside the lines' ends, in rows: names, and of what is clipped the value."""
-    names = last.index.to_series()
-    names = names.where(last <= domain[1], names + " ↑ " + last.map(chart.said))
-    return {line: textwrap.wrap(name, letters) for line, name in names.items()}
+    names = {}
+    for line, y in last.items():
+        name = line if y <= domain[1] else f"{line} ↑ {chart.said(y)}"
+        names[line] = textwrap.wrap(name, letters)
+    return names
 
 
 def _horizontal(chart: LineChart, width: int) -> alt.X:

@@ -129,6 +129,13 @@ def test_thin_lines_lead_from_the_ends_of_lines_to_their_names():
     assert marks.partition("</g>")[0].count("<line") == 3
 
 
+@pytest.mark.parametrize("top", [None, 1.0])
+def test_a_chart_without_a_finite_point_is_drawn_empty(top):
+    """As of a model whose losses are all NaN, which are null in result files."""
+    made = specification(chart(points("a", [math.inf, math.nan]), top=top), {})
+    assert "<title>" not in static_svg(made, "s")
+
+
 def test_a_logarithmic_axis_says_so():
     for log_y in (True, False):
         made = specification(chart(points("a", [10.0, 100.0]), log_y=log_y), {})
