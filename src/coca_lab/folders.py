@@ -148,7 +148,7 @@ def extend_folder(
     said = (
         f"By method {method} ({METHODS[method].source}), without training, for texts of "
         f"{done['to']:,} tokens; L = {done['length']:,}. "
-        f"{METHODS[method].on_short_texts(done['length'])}"
+        f"{METHODS[method].cost(done['length'])}"
     )
     sections = {"Context extension": f"{said.strip()}\n\n{report}".strip()}
     with writing_model(

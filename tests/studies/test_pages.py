@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from coca_attention.errors import UserError
+from coca_lab.evaluation.choice import loss_of
 from coca_lab.evaluation.needles import scores_of
 from coca_lab.files import read_json
-from coca_lab.intervals import differences, mean_interval, mean_nats, nats_interval
+from coca_lab.intervals import DocumentScore, differences, mean_interval, mean_nats, nats_interval
 from coca_lab.report import printed_tables, read_results
 from studies import native, pages
 from studies.pages import BEGIN, END, write_tables
@@ -60,80 +61,100 @@ def test_what_was_not_measured_is_no_perplexity_of_1():
     assert row[header.index("perplexity 256")] == f"{math.exp(nats):.2f} (1 of 2 seeds)"
 
 
-def test_the_tables_of_the_check_of_three_books_are_of_its_values():
-    """That of questions, too."""
-    folder = ROOT / "results/extend"
-    perplexity = {}
+ALONE = "last 8,192 tokens alone"
+
+
+def values_of_check(path):
+    """Of a check: scores of perplexity by method and window, and needles in 12,288 tokens."""
+    perplexity = defaultdict(list)
     needles = defaultdict(list)
-    for line in (folder / "check.ndjson").read_text("utf-8").splitlines():
+    for line in path.read_text("utf-8").splitlines():
         entry = json.loads(line)
         (task, *_), what = entry["key"]
         if task == "perplexity":
             place = what[0]["scaled"]["scaling"], what[0]["window"][0]
-            documents = entry["value"]["documents"]
-            mean = sum(total / tokens for _, total, tokens in documents) / len(documents)
-            perplexity[place] = f"{math.exp(mean):.2f}"
+            for document, nats, tokens in entry["value"]["documents"]:
+                perplexity[place].append(DocumentScore(str(document), nats, tokens))
         elif what[1] == 12288:
             needles[what[0]["scaling"]] += entry["value"]
-    alone = "last 8,192 tokens alone"
+    return perplexity, needles
+
+
+def up_to_and_beyond(needles):
+    """How many needles there are up to L back and farther, nats a digit, and how many are found."""
+    near = [needle for needle in needles if needle["distance"] <= 8192]
+    far = [needle for needle in needles if needle["distance"] > 8192]
+    nats = [sum(each["nats"] for each in part) / 7 / len(part) for part in (near, far)]
+    found = [str(sum(each["found"] for each in part)) for part in (near, far)]
+    return (len(near), len(far)), nats, found
+
+
+def read_at_the_end(perplexity, method):
+    """Perplexity of the last tokens of 12,288, of the last 8,192 alone for `ALONE`."""
+    place = ("attend-last", 8192) if method == ALONE else (method, 12288)
+    return f"{math.exp(mean_nats(perplexity[place])):.2f}"
+
+
+def test_the_tables_of_the_check_of_three_books_are_of_its_values():
+    """That of questions, too."""
+    folder = ROOT / "results/extend"
+    perplexity, needles = values_of_check(folder / "check.ndjson")
     for cell in json.loads((folder / "last.json").read_text("utf-8"))["results"]:
-        if cell["scaling"] == alone:
-            needles[alone] = [needle for each in cell["documents"] for needle in each["needles"]]
+        if cell["scaling"] == ALONE:
+            needles[ALONE] = [needle for each in cell["documents"] for needle in each["needles"]]
     names = {
         "as it is": "none", "YaRN": "yarn", "dynamic NTK": "dynamic", "NTK": "ntk",
         "limited distances": "limited", "leaky distances": "leaky", "shifted distances": "shifted",
-        "the last 8,192 alone": alone,
+        "the last 8,192 alone": ALONE,
     }  # fmt: skip
     page = (folder / "README.md").read_text(encoding="utf-8")
     questions = (ROOT / "docs/README.md").read_text(encoding="utf-8")
     for name, method in names.items():
-        near = [needle for needle in needles[method] if needle["distance"] <= 8192]
-        far = [needle for needle in needles[method] if needle["distance"] > 8192]
-        assert len(near) == 20 and len(far) == 10
-        nats = [sum(each["nats"] for each in part) / 7 / len(part) for part in (near, far)]
-        found = [str(sum(each["found"] for each in part)) for part in (near, far)]
+        counts, nats, found = up_to_and_beyond(needles[method])
+        assert counts == (20, 10)
         shown = [f"{value:.2f}" for value in nats]
-        read = perplexity["attend-last", 8192] if method == alone else perplexity[method, 12288]
+        read = read_at_the_end(perplexity, method)
         assert cells_of_row(page, name, after="## Three books")[1:] == [read, *shown, *found]
         if method != "ntk":
             assert cells_of_row(questions, name, after="RULER |")[1:4] == [shown[1], *found]
 
 
 def test_the_tables_of_the_check_of_eight_books_are_of_its_values():
-    """README's, and that of results/extend."""
+    """README's, and that of results/extend; with the losses that they name, and the choice."""
     folder = ROOT / "results/extend"
-    perplexity = defaultdict(list)
-    needles = defaultdict(list)
-    for line in (folder / "eight.ndjson").read_text("utf-8").splitlines():
-        entry = json.loads(line)
-        (task, *_), what = entry["key"]
-        if task == "perplexity":
-            place = what[0]["scaled"]["scaling"], what[0]["window"][0]
-            perplexity[place] += entry["value"]["documents"]
-        elif what[1] == 12288:
-            needles[what[0]["scaling"]] += entry["value"]
-    alone = "last 8,192 tokens alone"
+    perplexity, needles = values_of_check(folder / "eight.ndjson")
     names = {
-        "as it is": "none", "the last 8,192 tokens alone": alone,
-        "leaky distances": "leaky", "limited distances": "limited", "YaRN": "yarn",
-        "NTK": "ntk", "shifted distances": "shifted",
+        "as it is": "none", "the last 8,192 tokens alone": ALONE, "leaky distances": "leaky",
+        "limited distances": "limited", "YaRN": "yarn", "NTK": "ntk",
+        "shifted distances": "shifted",
     }  # fmt: skip
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     page = (folder / "README.md").read_text(encoding="utf-8")
+    beyond = {}
     for name, method in names.items():
-        near = [needle for needle in needles[method] if needle["distance"] <= 8192]
-        far = [needle for needle in needles[method] if needle["distance"] > 8192]
-        assert (len(near), len(far)) == (55, 25)
-        nats = [sum(each["nats"] for each in part) / 7 / len(part) for part in (near, far)]
+        counts, nats, found = up_to_and_beyond(needles[method])
+        assert counts == (55, 25)
         probable = [f"{math.exp(-value):.0%}".replace("%", " %") for value in nats]
         assert cells_of_row(readme, name)[1:3] == probable
-        window = ("attend-last", 8192) if method == alone else (method, 12288)
-        documents = perplexity[window]
-        assert len(documents) == 8
-        mean = sum(total / tokens for _, total, tokens in documents) / 8
-        found = [str(sum(each["found"] for each in part)) for part in (near, far)]
-        shown = [f"{math.exp(mean):.2f}", *(f"{value:.2f}" for value in nats), *found]
-        assert cells_of_row(page, name)[1:] == shown
+        shown = [f"{value:.2f}" for value in nats]
+        assert cells_of_row(page, name)[1:] == [read_at_the_end(perplexity, method), *shown, *found]
+        words = set()
+        losses = []
+        for window in (512, 8192):
+            if method in ("none", ALONE):
+                continue
+            scores, base = perplexity[method, window], perplexity["none", window]
+            loss = loss_of(scores, base, math.log1p(0.01))
+            words.add(loss.word)
+            if loss.word == "loses":
+                losses.append(f"{math.expm1(loss.mean):.1%}".replace("%", " %"))
+        if losses:
+            assert all(loss in page for loss in losses)
+            assert any(cells_of_row(readme, name)[0].startswith(loss) for loss in losses)
+        elif words:
+            assert cells_of_row(readme, name)[0].startswith("none")
+            beyond[method] = nats[1]
+    assert min(beyond, key=beyond.get) == "leaky"
 
 
 def test_what_pages_say_of_needles_in_eight_books_is_in_their_file():

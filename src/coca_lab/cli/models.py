@@ -115,8 +115,8 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
         f"{target}: {model.config.model_type}, {chosen.name}, for texts of {to:,} tokens; runs in "
         f"{engines}"
     )
-    if short := METHODS[chosen.method].on_short_texts(length):
-        print(short)
+    if cost := METHODS[chosen.method].cost(length):
+        print(cost)
     print(f"Next: coca generate {target} PROMPT, coca serve {target}")
 
 
