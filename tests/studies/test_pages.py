@@ -243,9 +243,10 @@ def test_what_the_page_says_of_answers_by_dynamic_ntk_is_in_its_file():
     page = (folder / "README.md").read_text(encoding="utf-8")
     changes = []
     for row in rows:
-        if row["method"] != "dynamic":
-            continue
         once, alone = row["perplexity_at_once"], row["perplexity_token_by_token"]
+        if row["method"] != "dynamic":
+            assert f"YaRN, has {once:.2f} and {alone:.2f} in the first book" in page
+            continue
         changes.append(math.log(alone / once))
         assert f"| {row['document'] + 1} | {once:.2f} | {alone:.2f} |" in page
     low, high = mean_interval(changes)
