@@ -269,10 +269,10 @@ def _names(
 def _horizontal(chart: LineChart, width: int) -> alt.X:
     """The horizontal axis and its scale."""
     scale = alt.Scale(nice=False, zero=False)
-    axis = alt.Axis(format=",.6~g", grid=False)
+    axis = alt.Axis(format=",.9~r", grid=False)
     if chart.ticks:
         scale = alt.Scale(type="log", base=2, nice=False)
-        axis = alt.Axis(values=[*chart.ticks], format=",.6~g", labelOverlap="parity", grid=False)
+        axis = alt.Axis(values=[*chart.ticks], format=",.9~r", labelOverlap="parity", grid=False)
     if width < WIDE / 2 + NARROW / 2:
         axis["tickCount"] = 4
     return alt.X("x:Q", title=chart.x, scale=scale, axis=axis)
@@ -283,8 +283,8 @@ def _axis(low: float, high: float, chart: LineChart) -> alt.Axis:
     if chart.top == 1:
         return alt.Axis(values=[0, 0.25, 0.5, 0.75, 1], format="%")
     if not chart.log_y:
-        return alt.Axis(format=",.6~g", tickCount=5)
-    return alt.Axis(values=round_ticks(low, high), format=",.4~g", labelOverlap=True)
+        return alt.Axis(format=",.6~r", tickCount=5)
+    return alt.Axis(values=round_ticks(low, high), format=",.4~r", labelOverlap=True)
 
 
 def round_ticks(low: float, high: float) -> list[float]:

@@ -84,7 +84,7 @@ def test_a_logarithmic_axis_has_few_ticks_and_round_ones():
             assert ticks == pytest.approx([float(f"{tick:.3g}") for tick in ticks], rel=1e-9)
     made = specification(chart(points("a", [16.0, 24.0]), log_y=True), {})
     axis = made["layer"][0]["encoding"]["y"]["axis"]
-    assert axis["values"] == [16, 18, 20, 22, 24] and axis["format"] == ",.4~g"
+    assert axis["values"] == [16, 18, 20, 22, 24] and axis["format"] == ",.4~r"
 
 
 def test_a_place_is_marked_among_the_points_alone():
