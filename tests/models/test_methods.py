@@ -100,15 +100,6 @@ def test_the_rules_are_for_the_length_to_read():
     assert shorter.max_position_embeddings == 64
 
 
-def test_without_a_name_the_recommended_method_is_taken():
-    """YaRN up to twice the length, which every engine runs, and limited distances farther."""
-    model = extend_context(vanilla("Llama"))
-    assert rotation(model.config).rule.kind == "yarn"
-    assert model.config.max_position_embeddings == 128
-    farther = extend_context(vanilla("Llama"), to=129)
-    assert rotation(farther.config).distance_map.near == 64
-
-
 def test_limited_distances_change_nothing_up_to_their_limit_and_say_what_they_read():
     model, ids = vanilla("Llama").double(), some_tokens(vanilla("Llama"), length=40)
     before = logits(model, ids)
@@ -415,16 +406,11 @@ def test_the_default_is_the_first_method_that_a_model_takes():
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 2,
             "long_factor": [2.0] * 2, "original_max_position_embeddings": 32}  # fmt: skip
     phi = vanilla("Phi-3", rope_parameters=rope, max_position_embeddings=64)
-    for model, to, method in (
-        (vanilla("Llama"), 128, "yarn"),
-        (vanilla("Llama"), 129, "limited"),
-        (phi, 128, "limited"),
-        (cohere(), 128, "temperature"),
-        (cohere(), 1024, "temperature"),
-    ):
-        assert extend_context(model, to=to, length=64).config.context_extension["method"] == method
+    for model, method in ((vanilla("Llama"), "limited"), (phi, "limited"), (cohere(), "temperature")):
+        extended = extend_context(model, length=64)
+        assert extended.config.context_extension == {"method": method, "length": 64, "to": 128}
     model = AutoModelForCausalLM.from_config(GPT2Config(n_embd=16, n_head=2, n_layer=1))
-    with pytest.raises(UserError, match=r"no default method is for this model; yarn: .*; limited:"):
+    with pytest.raises(UserError, match=r"no default method is for this model; limited: .*; temperature:"):
         extend_context(model)
 
 

@@ -324,6 +324,12 @@ ROWS = (
 key."""
 METHODS: Mapping[str, Method] = MappingProxyType({row.name: row for row in ROWS})
 """The methods by name."""
+DEFAULTS: tuple[MethodName, ...] = ("limited", "temperature")
+"""The methods where none was measured; the first that the model takes is taken.
+
+Limited distances cannot make texts of up to L tokens worse, and at 16 L no method without training
+has a lower perplexity (results/extension). A temperature is for layers with roles.
+"""
 
 
 def extend_context(
@@ -345,8 +351,8 @@ def extend_context(
             place, so a configuration that another model shares has to be copied first. Methods
             that change rotary positions need a supported family, with rotary positions as in
             training.
-        method: A row of `METHODS`, which docs/conversion.md describes; by default ``yarn`` for T up
-            to 2 L and ``limited`` for longer texts, or what the model takes (`defaults`).
+        method: A row of `METHODS`, which docs/conversion.md describes; by default the first of
+            `DEFAULTS` that the model takes, ``limited`` for most.
         to: T, the longest text in tokens that the model is to read; by default 2 L.
         length: L, the length in tokens that the model was made for; by default what its
             configuration says.
@@ -373,7 +379,7 @@ def extend_context(
     if method is None:
         length, to = extended_lengths(model.config, to, length)
         refused = []
-        for name in defaults(length, to):
+        for name in DEFAULTS:
             try:
                 return extend_context(model, name, to=to, length=length, **options)
             except UserError as error:
@@ -445,19 +451,6 @@ def applied(
         yield model
     finally:
         restore()
-
-
-def defaults(length: int, to: int) -> tuple[MethodName, ...]:
-    """The methods to take where none was measured, the first that the model takes.
-
-    YaRN up to 2 L, because engines have it, though it costs SmolLM2 1.4 % of the perplexity of 512
-    tokens (results/extend).
-    Farther, limited distances: at 16 L YaRN has 1.4 times their perplexity (results/extension).
-    A temperature is for models that take neither.
-    """
-    if to <= 2 * length:
-        return ("yarn", "limited", "temperature")
-    return ("limited", "temperature")
 
 
 def method_named(method: str, offered: Collection[str] = METHODS.keys()) -> Method:

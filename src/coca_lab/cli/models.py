@@ -17,7 +17,7 @@ from coca_attention.models.configuration import (
     rotation,
 )
 from coca_attention.models.conversion import Conversion
-from coca_attention.models.methods import METHODS, defaults, extend_context, extended_lengths
+from coca_attention.models.methods import DEFAULTS, METHODS, extend_context, extended_lengths
 from coca_lab.cli.console import ProgressBar, markdown_table, print_table
 from coca_lab.cli.parsing import as_typed_in
 from coca_lab.engine import Engine
@@ -121,15 +121,14 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
 
 
 def _say_what_is_taken(wanted: ExtendSettings, method: MethodName, length: int, to: int) -> None:
-    """Say which method an unmeasured extension takes where it is not YaRN, and what is unknown."""
-    expected = defaults(length, to)[0]
-    if wanted.method == "auto" and method != expected:
-        print(f"Method: {method}; the default, {expected}, is not for this model")
-    elif wanted.method == "auto" and method != "yarn":
+    """Say which method an unmeasured extension takes and why, and what is unknown of it."""
+    if wanted.method == "auto" and method != DEFAULTS[0]:
+        print(f"Method: {method}; the default, {DEFAULTS[0]}, is not for this model")
+    elif wanted.method == "auto":
         print(
-            f"Method: {method}, the default beyond twice the training length, where YaRN's "
-            f"perplexity is higher; --method yarn runs in {in_words(METHODS['yarn'].engines)}, "
-            "--check TEXT measures all"
+            f"Method: {method}, the default, which computes texts of up to {length:,} tokens as "
+            "before\n--check TEXT measures which method reads best; --method yarn runs in "
+            f"{in_words(METHODS['yarn'].engines)}"
         )
     farthest = MEASURED[METHODS[method].changes]
     if to > farthest * length:

@@ -249,12 +249,16 @@ def test_a_method_can_be_named(method, source, tmp_path, capsys):
     assert difference(logits(model, longer), logits(base, longer)) > 1e-4
 
 
-@pytest.mark.parametrize(("to", "method"), [(None, "yarn"), (320, "yarn"), (321, "limited")])
-def test_without_a_text_the_recommended_method_is_taken(to, method, source, tmp_path, capsys):
-    words = [] if to is None else ["--to", to]
-    code, said, _ = run(capsys, "extend", source, tmp_path / "target", *words)
-    assert code == 0 and f", {method}, for texts of {to or 320} tokens; runs in Tr" in said
-    assert said.count("runs in Transformers, vLLM") == (method == "yarn") + (to == 321)
+@pytest.mark.parametrize("method", ["auto", "yarn"])
+def test_what_a_method_does_to_short_texts_is_said(method, source, tmp_path, capsys):
+    words = [source, tmp_path / "target", "--method", method]
+    code, said, _ = run(capsys, "extend", *words)
+    assert code == 0
+    unchanged = "Method: limited, the default, which computes texts of up to 160 tokens as before"
+    assert (unchanged in said) == (method == "auto")
+    taken = {"auto": "limited, for texts of 320 tokens; runs in Transformers with this package",
+             "yarn": "yarn, for texts of 320 tokens; runs in Transformers, vLLM"}[method]  # fmt: skip
+    assert taken in said
     # Of methods that change short texts it is said, on the screen and in the card.
     sentence = (
         "Texts of up to 160 tokens change, too, and answers to them may get worse; method "
@@ -268,7 +272,7 @@ def test_what_is_taken_unasked_and_what_nobody_measured_is_said(source, tmp_path
     for to, measured in ((2560, True), (2561, False)):
         target = tmp_path / str(to)
         _, said, err = run(capsys, "extend", source, target, "--to", to)
-        assert "Method: limited, the default beyond twice" in said and "--method yarn" in said
+        assert "Method: limited, the default" in said and "--method yarn runs in" in said
         unknown = "limited was measured up to 16 times, so how well the model reads there is unknow"
         assert (unknown in err) != measured and ("--check TEXT" in err) != measured
     _, said, err = run(
