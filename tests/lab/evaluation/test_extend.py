@@ -256,9 +256,11 @@ def test_what_a_method_does_to_short_texts_is_said(method, source, tmp_path, cap
     assert code == 0
     unchanged = "Method: limited, the default, which computes texts of up to 160 tokens as before"
     assert (unchanged in said) == (method == "auto")
-    taken = {"auto": "limited, for texts of 320 tokens; runs in Transformers with this package",
-             "yarn": "yarn, for texts of 320 tokens; runs in Transformers, vLLM"}[method]  # fmt: skip
-    assert taken in said
+    engines = {
+        "auto": "limited, for texts of 320 tokens; runs in Transformers with this package",
+        "yarn": "yarn, for texts of 320 tokens; runs in Transformers, vLLM",
+    }
+    assert engines[method] in said
     # Of methods that change short texts it is said, on the screen and in the card.
     sentence = (
         "Texts of up to 160 tokens change, too, and answers to them may get worse; method "
