@@ -271,3 +271,46 @@ def test_the_table_of_methods_of_the_roformer_is_of_its_results():
         read = [f"{math.exp(sum(perplexity[method, n]) / 3):.1f}" for n in lengths]
         keys = " ".join(f"{sum(found[method, n]) / 3:.2f}" for n in lengths)
         assert cells_of_row(page, name, after="## Methods that train nothing") == [*read, keys]
+
+
+def test_what_the_page_says_of_twice_the_training_length_is_of_its_results():
+    folder = ROOT / "results/long-context"
+    nats = defaultdict(list)
+    found = defaultdict(list)
+    for cell in read_json(folder / "twice" / "results.json")["results"]:
+        if cell["task"] == "perplexity":
+            nats[cell["scaling"], cell["window"]].append(math.log(cell["perplexity"]))
+        else:
+            found[cell["scaling"], cell["length"]].append(cell["accuracy"])
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    rows = {
+        "as it is": "none",
+        "limited distances": "limited",
+        "YaRN": "yarn",
+        "NTK": "ntk",
+        "leaky distances": "leaky",
+        "shifted distances, T = 1.5 L": "shifted",
+    }
+    for name, method in rows.items():
+        read = [f"{math.exp(sum(nats[method, n]) / 3):.2f}" for n in (128, 256, 384, 512)]
+        keys = " ".join(f"{sum(found[method, n]) / 3:.2f}" for n in (256, 384, 512))
+        assert cells_of_row(page, name, after="### Twice the training length") == [*read, keys]
+    # Means and intervals of differences from limited distances, in percent, as the page has them.
+    said = {
+        ("yarn", 128): (2.7, 2.5, 2.9),
+        ("yarn", 256): (2.1, 1.8, 2.5),
+        ("ntk", 128): (0.6, 0.5, 0.7),
+        ("ntk", 256): (0.6, 0.5, 0.8),
+        ("ntk", 512): (11.5, 11.1, 11.9),
+        ("leaky", 256): (-0.1, -0.2, -0.1),
+        ("leaky", 384): (-0.7, -1.2, -0.2),
+    }
+    for (method, window), figures in said.items():
+        pairs = zip(nats[method, window], nats["limited", window], strict=True)
+        differences = [other - limited for other, limited in pairs]
+        values = (sum(differences) / 3, *mean_interval(differences))
+        assert [round(math.expm1(value) * 100, 1) for value in values] == [*figures]
+    low, _ = mean_interval(
+        [a - b for a, b in zip(nats["limited", 512], nats["leaky", 512], strict=True)]
+    )
+    assert low < 0  # leaky distances are not lower by an interval at 2 L
