@@ -196,6 +196,7 @@ def check_may_be_model(name: str | Path) -> None:
     folder = Path(name).expanduser()
     has_parent = folder.parent != Path() and folder.parent.is_dir()
     is_path = folder.is_absolute() or str(name).startswith(("./", "../"))
+    is_path |= str(name).endswith("/")
     is_path |= has_parent
     is_path |= str(name).partition("@")[0].count("/") > 1  # a revision may have more: refs/pr/1
     if folder.is_file():

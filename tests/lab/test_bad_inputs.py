@@ -199,6 +199,7 @@ CASES = {
     # Models.
     "file": (perplexity(make=lambda p: p.file("x")), " is a file: name the model's folder"),
     "relative path": (generate(make=lambda p: "./x"), "./x: there is no such folder; check"),
+    "trailing slash": (generate(make=lambda p: "x/"), "x/: there is no such folder; check"),
     "name": (generate(make=lambda p: "org/nowhere"), "there is no such folder here"),
     "no name": (perplexity(make=lambda p: ""), "no config.json"),
     "weights": (damaged(model_safetensors=b""), "damaged"),

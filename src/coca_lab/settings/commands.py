@@ -131,13 +131,11 @@ class ExtendSettings:
     """The longest text in tokens that the model is to read; by default twice L, and 1.5 L with
     shifted and string, whose reach ends below 2 L."""
     method: Literal["auto", SavedMethod] = "auto"
-    """limited: distances beyond W score as if W (ReRoPE with log n), which changes nothing in texts
-    of up to W tokens; leaky: beyond L/2 they grow so slowly that none reaches L (Leaky ReRoPE), and
-    self_extend rounds them (Self-Extend); shifted: distances of S or more count from w on (STRING,
-    which string is with its factor);
-    yarn, dynamic, ntk, linear, llama3 and longrope change rotations; temperature is for models
-    with layers without positions. auto takes the best by --check; without it yarn up to 2 L, which
-    other engines have, and limited farther."""
+    """auto takes the best by --check, and without it limited, which changes nothing in texts of up
+    to L tokens (temperature for models that have layers without positions). limited, leaky,
+    self_extend, shifted and string change what distances count; yarn, dynamic, ntk, linear, llama3
+    and longrope the rotations; temperature the queries of layers without positions.
+    docs/conversion.md describes each."""
     options: dict[str, Any] = field(default_factory=dict)
     """Other options of the method by name (docs/conversion.md lists them)."""
     near: PositiveInt | None = None
