@@ -13,7 +13,7 @@ from coca_lab.data.ruler import RULER_TASKS
 from coca_lab.evaluation.needles import scores_of
 from coca_lab.evaluation.task import Cell
 from coca_lab.files import read_json
-from coca_lab.intervals import differences, mean_nats, nats_interval
+from coca_lab.intervals import DocumentScore, differences, mean_nats, nats_interval
 from studies.pages import markdown, mean_and_interval, write_tables
 
 RESULTS = Path("results/smollm2")
@@ -92,9 +92,43 @@ def needles(file: Path) -> Iterator[list[str]]:
         yield row
 
 
+def texts(file: Path) -> Iterator[list[str]]:
+    """Perplexity by method and tokens read, and its ratio to a control on the same books.
+
+    The control within L is the model as it is, and beyond L what one has without a method: the
+    last L tokens alone.
+    """
+    cells: list[Cell] = read_json(file)["results"]
+    read = {
+        (cell["scaling"], cell["window"]): [DocumentScore.of(each) for each in cell["documents"]]
+        for cell in cells
+    }
+    lengths = sorted({window for _, window in read})
+    yield [
+        "method", *(f"{length:,} tokens, beside as it is" for length in lengths[:-1]),
+        f"{lengths[-1]:,} tokens, beside the last {lengths[-2]:,} alone",
+    ]  # fmt: skip
+    for method in dict.fromkeys(cell["scaling"] for cell in cells):
+        row = [method]
+        for length in lengths:
+            control = ("none", length) if length < lengths[-1] else ("attend-last", lengths[-2])
+            scores = read.get((method, length))
+            if scores is None:
+                row.append("")
+                continue
+            figures = f"{math.exp(mean_nats(scores)):.2f}"
+            if (method, length) != control:
+                pairs = differences(scores, read[control])
+                low, high = (math.exp(nats) for nats in nats_interval(pairs) or (0.0, 0.0))
+                figures += f", {math.exp(mean_nats(pairs)):.3f} ({low:.3f} to {high:.3f})"
+            row.append(figures)
+        yield row
+
+
 if __name__ == "__main__":
     tables = {"perplexity": perplexities(RESULTS), "ruler": scores()}
     tables["needles"] = needles(RESULTS / "needles/results.json")
+    tables["texts"] = texts(RESULTS / "texts/results.json")
     tables["gemma"] = perplexities(RESULTS / "gemma3")
     for name, rows in tables.items():
         marks = f"<!-- {name} -->", f"<!-- end of {name} -->"
