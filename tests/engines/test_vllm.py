@@ -230,7 +230,7 @@ def linear():
     [
         (
             lambda: convert(random_model(), "rope", roles=Roles("lg", window=16, decay=1.0)),
-            "a decay or max_",
+            "a decay or a distance map",
         ),
         # Also in texts within the limit, where a longer one could follow.
         (lambda: convert(random_model(), "rope", near=64), "a decay or a distance map"),

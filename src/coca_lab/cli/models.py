@@ -28,7 +28,7 @@ from coca_lab.export import export_native
 from coca_lab.files import cache_folder
 from coca_lab.fingerprints import fingerprint
 from coca_lab.folders import convert_folder, extend_folder, new_folder
-from coca_lab.loading import model_without_weights
+from coca_lab.loading import model_without_weights, usable_device
 from coca_lab.report.task_sections import printed_tables
 from coca_lab.settings.commands import (
     CheckSettings,
@@ -126,8 +126,9 @@ def _say_what_is_taken(wanted: ExtendSettings, method: MethodName, length: int, 
         print(f"Method: {method}; the default, {DEFAULTS[0]}, is not for this model")
     elif wanted.method == "auto":
         print(
-            f"Method: {method}, the default, which computes texts of up to {length:,} tokens as "
-            "before\n--check TEXT measures which method reads best; --method yarn runs in "
+            f"Method: {method}, the default: texts of up to {length:,} tokens are computed as "
+            "before, and little is found farther back\n--check TEXT measures which method reads "
+            "best; --method yarn runs in "
             f"{in_words(METHODS['yarn'].engines)}"
         )
     farthest = MEASURED[METHODS[method].changes]
@@ -171,12 +172,18 @@ def _compare(
     if not methods:
         each = "; ".join(f"{method}: {why}" for method, why in refused.items())
         raise UserError(f"no method can extend {path}: {each}")
-    model = open_model(path, dtype=wanted.dtype)
+    if check.device not in (None, "auto"):
+        usable_device(check.device)
+    model = open_model(path, dtype=wanted.dtype, device=check.device)
     # Before anything is printed or the store is opened, the text is read, which may be refused.
-    measurements = measurements_of_check(model, methods, check, length=length, to=to)
+    measurements = measurements_of_check(
+        model, methods, check, length=length, to=to, decides=wanted.method == "auto"
+    )
     _print_training_length(plain.config, wanted.length)
     if wanted.method == "auto":
         _print_left_out(refused)
+    readings = sum(len(measurement.items) for measurement in measurements)
+    print(f"Measuring {len(methods)} methods: {readings:,} readings of up to {to:,} tokens")
     # One process writes a store; checks on other texts have theirs.
     text = str(Path(check.check).resolve()) if Path(check.check).exists() else check.check
     about = [model.identity, text]

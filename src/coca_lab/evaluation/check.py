@@ -3,6 +3,7 @@
 The tasks, the engine and the store are those of any study; `coca_lab.evaluation.choice` decides.
 """
 
+import logging
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from coca_attention.errors import UserError
 from coca_attention.models import METHODS
 from coca_attention.models.methods import PACKAGE, UNTRIED
 from coca_lab.evaluation.choice import Choice, Read
-from coca_lab.evaluation.needles import NEEDLES_TASK, last_alone
+from coca_lab.evaluation.needles import NEEDLES_TASK, last_alone, needle_texts
 from coca_lab.evaluation.perplexity import ATTEND_LAST, PERPLEXITY_TASK
 from coca_lab.evaluation.task import Cell, Measurement, Model
 from coca_lab.intervals import DocumentScore, mean_nats, perplexity
@@ -20,6 +21,8 @@ from coca_lab.settings.evaluations import NeedleSettings, PerplexitySettings
 from coca_lab.settings.sources import TextSettings
 from coca_lab.settings.studies import MethodSettings
 from coca_lab.weights import quantised_by
+
+log = logging.getLogger(__name__)
 
 SCORED_TOKENS = 1024
 """Tokens at the end of every document whose perplexity is measured, at most."""
@@ -85,6 +88,7 @@ def measurements_of_check(
     *,
     length: int,
     to: int,
+    decides: bool = True,
 ) -> list[Measurement]:
     """What is to be measured of a model as it is and with every method; the text is read.
 
@@ -94,9 +98,11 @@ def measurements_of_check(
         settings: The text, and what is measured on it.
         length: L, in tokens.
         to: The longest text to read, in tokens.
+        decides: Whether a method is to be chosen, which numbers farther back than L do.
 
     Raises:
-        UserError: If the text is too short, or numbers cannot be hidden in it.
+        UserError: If the text is too short, numbers cannot be hidden in it, or none that decides
+            would be.
     """
     lengths = check_lengths(settings, length, to)
     text = TextSettings(
@@ -109,7 +115,35 @@ def measurements_of_check(
     )
     short = min(SHORT, max(1, lengths[0] // 4))
     beginning = {**vars(text), "max_tokens": SHORT_TEXTS * short + 1}
+    needles = NeedleSettings(
+        **vars(text),
+        lengths=lengths,
+        count=settings.check_numbers,
+        near=length,
+        attend_last=length,
+    )
+    hidden = needle_texts(model, needles)
+    distances = [
+        needle.distance
+        for texts in hidden.values()
+        for each in texts.values()
+        for needle in each.needles
+    ]
+    if decides and max(distances) <= length:
+        raise UserError(
+            f"no number would be hidden farther back than L = {length:,} tokens, so none could say "
+            f"which method reads farther: hide more (`check_numbers`, {settings.check_numbers} "
+            f"now), or read longer texts (`to`, {to:,} now)"
+        )
+    if decides and len(hidden[lengths[-1]]) < 2:
+        log.warning(
+            "1 document of %s tokens says nothing about methods that change texts of up to L "
+            "tokens: give at least 2, on which intervals are computed",
+            f"{lengths[-1]:,}",
+        )
     tasks = [
+        # The shortest texts first, after which the time that is left can be estimated.
+        (PERPLEXITY_TASK, PerplexitySettings(**beginning, windows=[short])),
         (
             PERPLEXITY_TASK,
             PerplexitySettings(
@@ -119,17 +153,7 @@ def measurements_of_check(
                 attend_last=length,
             ),
         ),
-        (PERPLEXITY_TASK, PerplexitySettings(**beginning, windows=[short])),
-        (
-            NEEDLES_TASK,
-            NeedleSettings(
-                **vars(text),
-                lengths=lengths,
-                count=settings.check_numbers,
-                near=length,
-                attend_last=length,
-            ),
-        ),
+        (NEEDLES_TASK, needles),
     ]
     return [
         measurement

@@ -267,12 +267,10 @@ class Choice:
             words = "; ".join(f"{x.method}: {x.word(self.base, self.margins)}" for x in self.others)
             return f"No method shows that it loses nothing within L, so none is taken ({words})."
         if taken is None:
-            why = "No number is hidden farther back than L"
-            told = "a longer --to or more --check-numbers hide some"
-            if self.asks:
-                why = "No method that shows no loss within L finds the numbers beyond L"
-                told = f"the best, {best.method}, has {_digit(best.far)}, a guess {GUESS:.2f}"
-            return f"{why}, so none is taken: {told}."
+            return (
+                "No method that shows no loss within L finds the numbers beyond L, so none is "
+                f"taken: the best, {best.method}, has {_digit(best.far)}, a guess {GUESS:.2f}."
+            )
         said = f"{taken.method} is taken: beyond L it has {_digit(taken.far)}"
         if taken is not best:
             said += (

@@ -30,11 +30,8 @@ def measure_needles(
 
     Lengths above ``attend_last`` have one more cell, of readings of the last tokens alone.
     """
-    name = f"needles {settings}"
-    if name not in model.texts:  # made once for a model, whatever the method
-        model.texts[name] = _texts(model, settings)
     measurements = []
-    for length, texts in model.texts[name].items():
+    for length, texts in needle_texts(model, settings).items():
         about = _hash([*texts.values()])
         measurements.append(
             _measure_cell(model, settings, method, method.facts, length, texts, about)
@@ -54,8 +51,15 @@ def last_alone(tokens: int) -> str:
     return f"last {tokens:,} tokens alone"
 
 
-def _texts(model: Model, settings: NeedleSettings) -> dict[int, dict[str, NeedleText]]:
-    """By length, the text of every document by its id."""
+def needle_texts(model: Model, settings: NeedleSettings) -> dict[int, dict[str, NeedleText]]:
+    """By length, the text of every document by its id; made once for a model."""
+    name = f"needles {settings}"
+    if name not in model.texts:
+        model.texts[name] = _made(model, settings)
+    return model.texts[name]
+
+
+def _made(model: Model, settings: NeedleSettings) -> dict[int, dict[str, NeedleText]]:
     documents = load_text(settings, model.tokenizer, at_least=max(settings.lengths))
     if len({document.id for document in documents}) < len(documents):
         raise UserError(f"{settings.source}: two documents have the same id: give each its own")

@@ -172,6 +172,8 @@ class CheckSettings:
     """Numbers that are hidden in a document for every length, and asked for there."""
     margins: Margins = field(default_factory=Margins)
     """Which loss within L does not matter."""
+    device: str | None = None
+    """cpu, cuda, …; by default the accelerator if there is one; auto spreads the model over all."""
     text_field: str = "text"
     """Field with the text in JSON records, Parquet files and datasets."""
     bad_lines: BadLines = "error"

@@ -94,7 +94,9 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, find
     assert f"{taken} is taken: " in said and f"{taken} is taken: " in card
     # The decision is first, and all tables but the one that decides are in the card alone.
     decision = next(
-        line for line in said.splitlines() if not line.startswith(("Training length", "Not meas"))
+        line
+        for line in said.splitlines()
+        if not line.startswith(("Training length", "Not measured", "Measuring"))
     )
     assert decision.startswith(f"{taken} is taken: ") and decision in card
     for text, shown in (
@@ -120,7 +122,7 @@ def test_what_is_compared_is_what_the_tasks_measure(source):
     cells = finish(measurements, Engine())
     found = check_of_cells(model, [yarn], settings, cells, length=160)
     (read,) = found.choice.others
-    assert read.method == "yarn" and [*read.perplexity] == [160, TO, 40] and [*read.near] == [160]
+    assert read.method == "yarn" and [*read.perplexity] == [40, 160, TO] and [*read.near] == [160]
     asked = NeedleSettings(
         source=settings.check, lengths=[160, TO], count=1, max_documents=2, near=160,
         max_tokens=TO + 1, skip_short=True,
@@ -192,21 +194,28 @@ def test_where_no_method_finds_the_numbers_none_is_taken(source, tmp_path, capsy
     assert not (tmp_path / "target").exists()
 
 
-def test_where_no_number_is_farther_back_than_the_training_length_it_is_said(
+def test_where_no_number_is_farther_back_than_the_training_length_nothing_is_decided(
     source, tmp_path, capsys
 ):
     words = extend(source, tmp_path / "target")
     words[words.index("--to") + 1] = "165"
     code, said, err = run(capsys, *words)
-    assert code == 2 and "nan" not in said and "no better than the last" not in said
-    assert (
-        "No number is hidden farther back than L, so none is taken: a longer --to or more "
-        "--check-numbers hide some."
-    ) in said
-    assert "so nothing is written: name one by --method" in err
+    assert code == 2 and said == ""  # before anything is read
+    assert "no number would be hidden farther back than L = 160 tokens" in err
+    assert "hide more (--check-numbers, " in err and "or read longer texts (--to, 165 now)" in err
     assert not (tmp_path / "target").exists()
-    rows = [line.split() for line in said.splitlines() if line.startswith(("limited", "yarn"))]
-    assert len(rows) == 2 and all("–" in row for row in rows)
+    code, said, _ = run(capsys, *words, "--method", "yarn")  # is written, and its perplexity said
+    assert code == 0 and "nan" not in said and "no better than the last" not in said
+    rows = [line.split() for line in said.splitlines() if line.startswith("yarn ")]
+    assert "–" in rows[-1]
+
+
+def test_one_document_and_how_much_is_read_are_said_first(source, tmp_path, capsys):
+    words = extend(source, tmp_path / "target", "--check-documents", 1, "--device", "cpu")
+    _, said, err = run(capsys, *words)
+    assert re.search(r"^Measuring \d methods: \d+ readings of up to 300 tokens$", said, re.M)
+    assert "1 document of 300 tokens says nothing about methods that change texts" in err
+    assert run(capsys, *words, "--device", "cuda:9")[0] == 2
 
 
 @pytest.mark.parametrize("text", ["", "too short"])
@@ -254,7 +263,7 @@ def test_what_a_method_does_to_short_texts_is_said(method, source, tmp_path, cap
     words = [source, tmp_path / "target", "--method", method]
     code, said, _ = run(capsys, "extend", *words)
     assert code == 0
-    unchanged = "Method: limited, the default, which computes texts of up to 160 tokens as before"
+    unchanged = "Method: limited, the default: texts of up to 160 tokens are computed as before"
     assert (unchanged in said) == (method == "auto")
     engines = {
         "auto": "limited, for texts of 320 tokens; runs in Transformers with this package",
@@ -353,13 +362,13 @@ def test_a_method_that_is_not_for_a_model_is_left_out(tmp_path, source, finds, c
 
 
 def test_shifted_is_left_out_of_texts_that_it_does_not_reach(source, tmp_path, capsys):
-    words = extend(source, tmp_path / "target", "--check-documents", 1, "--check-lengths", 170)
+    words = extend(source, tmp_path / "target", "--check-documents", 1, "--check-lengths", 300)
     words += ["--near", "161"]  # more than limited takes
     words[words.index("--to") + 1] = "400"
     _, said, err = run(capsys, *words)
     assert "Not measured: shifted (this method reads at most 310 tokens here, " in said
     assert "Not measured: limited (--near, in tokens and at most L, " in said
-    assert "left out" not in err and "Perplexity of 170 tokens, and the prob" in said
+    assert "left out" not in err and "Perplexity of 300 tokens, and the prob" in said
 
 
 def test_checks_of_one_model_run_beside_each_other_on_other_texts(
