@@ -1,5 +1,6 @@
 """Model folders that commands write whole or not at all: model, tokenizer and card, README.md."""
 
+import json
 import logging
 import os
 import shutil
@@ -151,11 +152,24 @@ def extend_folder(
         f"{METHODS[method].cost(done['length'])}"
     )
     sections = {"Context extension": f"{said.strip()}\n\n{report}".strip()}
+    sections |= served_by_vllm(model.config, target.name)
     with writing_model(
         model, source, target, longest=done["to"], keep_weights=keep_weights
     ) as folder:
         write_card(folder, model.config, name=target.name, source=source, sections=sections)
     return model
+
+
+def served_by_vllm(config: PreTrainedConfig, name: str) -> dict[str, str]:
+    """What a card says of vLLM: for a Cohere2, that its windows are one token longer there."""
+    if config.model_type != "cohere2":
+        return {}
+    shorter = json.dumps({"sliding_window": config.sliding_window - 1})
+    text = (
+        "In vLLM's Cohere2 a window has one token more than in Transformers':\n\n"
+        f"```sh\nvllm serve {name} --hf-overrides '{shorter}'\n```"
+    )
+    return {"vLLM": text}
 
 
 def new_folder(source: str | Path, target: str | Path) -> Path:

@@ -26,6 +26,7 @@ from coca_lab.cli import main
 from coca_lab.export import as_native, fold_context
 from coca_lab.export.llama_cpp import package, serve
 from coca_lab.files import known_problem
+from coca_lab.folders import extend_folder
 from coca_lab.loading import load_model
 from commands import post
 from families import vanilla
@@ -332,3 +333,11 @@ def test_more_ends_than_a_file_has_fields_for_are_refused(tmp_path, capsys):
     assert main(["export", str(source), str(tmp_path / "native"), "--gguf"]) == 2
     assert "texts end at 4 tokens" in capsys.readouterr().err
     assert not (tmp_path / "native").exists()
+
+
+def test_the_card_of_an_extended_cohere_says_how_vllm_serves_it(tmp_path):
+    source = saved(made("cohere2"), tmp_path / "source")
+    model = extend_folder(source, tmp_path / "target", "temperature", length=64, to=128)
+    card = (tmp_path / "target" / "README.md").read_text(encoding="utf-8")
+    flags = f"""--hf-overrides '{{"sliding_window": {model.config.sliding_window - 1}}}'"""
+    assert f"vllm serve target {flags}" in card

@@ -7,7 +7,6 @@ What was written is read again, and its logits are compared with those of the so
 """
 
 import copy
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,7 @@ from coca_lab.export.gguf_file import (
     write_gguf,
 )
 from coca_lab.export.llama_cpp import log_probabilities, serve
-from coca_lab.folders import new_folder, write_card, writing_model
+from coca_lab.folders import new_folder, served_by_vllm, write_card, writing_model
 from coca_lab.loading import load_model, no_progress_bars
 
 Native = GraniteSWAForCausalLM | Cohere2ForCausalLM
@@ -237,10 +236,4 @@ def _card_sections(
     if gguf:
         command = f"llama-completion -m {name}.gguf -c {context or length} -fa off -p 'Once'"
         sections["llama.cpp"] = f"```sh\n{command}\n```"
-    if config.model_type == "cohere2":
-        shorter = json.dumps({"sliding_window": config.sliding_window - 1})
-        sections["vLLM"] = (
-            "In vLLM's Cohere2 a window has one token more than in Transformers':\n\n"
-            f"```sh\nvllm serve {name} --hf-overrides '{shorter}'\n```"
-        )
-    return sections
+    return sections | served_by_vllm(config, name)
