@@ -32,8 +32,8 @@ README = "long-context"
 LENGTHS, KEYS = PERPLEXITY.title, PASSKEYS.title
 PAGES: dict[str, tuple[dict[str, str], str]] = {
     "long-context": (
-        {LENGTHS: "Perplexity at 4,096 tokens (16 × the training context): roles 21.04, the "
-         "others 22.70 to 88.48.",
+        {LENGTHS: "Perplexity at 4,096 tokens (16 × the training context): roles 21.0, the "
+         "others 22.7 to 88.5.",
          f"{KEYS} (texts 1 of 2)": "Passkeys found at 4,096 tokens (16 × the training context): "
          "roles 100%, the others 0% to 8%."},
         "Roles, rotary, no decay=roles; RoFormer + limited (16)=RoPE, limited distances; "
@@ -41,14 +41,14 @@ PAGES: dict[str, tuple[dict[str, str], str]] = {
         "RoFormer=RoPE",
     ),
     "verdict": (
-        {LENGTHS: "Perplexity at 1,024 tokens (4 × the training context): roles 22.01, the others "
-         "24.61 to 136.5."},
+        {LENGTHS: "Perplexity at 1,024 tokens (4 × the training context): roles 22.0, the others "
+         "24.6 to 136.5."},
         "roles; PoPE; CoCA-Strict; rotary; rotary, limited distances=limited distances; thin keys; "
         "thin keys, limited distances=thin keys, limited=ALiBi",
     ),
     "native": (
         {LENGTHS: "Perplexity at 4,096 tokens (16 × the training context): “GPT-NeoX, decay” "
-         "16.37, the others 20.69 to 22.88.",
+         "16.4, the others 20.7 to 22.9.",
          KEYS: "Passkeys found at 16,384 tokens (64 × the training context): “Llama × 12, decay” "
          "100%, the others 19% to 98%."},
         "native=GraniteSWA (native); roles, decay=Llama, decay=rotary; "
@@ -62,12 +62,12 @@ PAGES: dict[str, tuple[dict[str, str], str]] = {
     ),
     "smollm2": (
         {LENGTHS: "Perplexity at 16,384 tokens (2 × the training context): leaky distances "
-         "and Self-Extend 21.67, the others 22.24 to 666.5."},
+         "and Self-Extend 21.7, the others 22.2 to 666.5."},
         "limited distances; YaRN; dynamic NTK; Self-Extend; leaky distances; base",
     ),
     "extension": (
         {LENGTHS: "Perplexity at 4,096 tokens (16 × the training context): limited distances "
-         "23.00, the others 27.37 to 101.4.",
+         "23.0, the others 27.4 to 101.4.",
          KEYS: "Passkeys found at 4,096 tokens (16 × the training context): “limited, trained” 5%, "
          "the others 0% to 2%."},
         "limited distances; limited distances, trained=limited, trained; base + YaRN (16)=YaRN; "
@@ -147,11 +147,12 @@ def picture(parts: Sequence[Titled], width: int, *, above: bool, note: str = "")
     for title, chart in parts:
         part = specification(chart, palette, width, height=220)
         part["title"] = {
-            "text": textwrap.wrap(title, width // 10, break_on_hyphens=False),
+            "text": textwrap.wrap(title, (width - 40) // 10, break_on_hyphens=False),
             "anchor": "start",
+            "frame": "group",  # above the axis, so that headings of charts begin at one place
         }
         if note:
-            part["title"]["subtitle"] = textwrap.wrap(note, width // 8)
+            part["title"]["subtitle"] = textwrap.wrap(note, (width - 40) // 8)
         data |= part.pop("datasets")
         config, _ = part.pop("config"), part.pop("padding")
         drawn.append(part)
