@@ -179,10 +179,11 @@ def picture_of_digits(width: int) -> str:
         row["note"] = "loses within L" if row["loses"] else "taken" * (row["method"] == TAKEN)
         row["up"] = -7 if row["note"] or len(row["name"]) > 1 else 0
     bold = alt.expr(f"datum.method == '{TAKEN}' ? 'bold' : 'normal'")
+    soft = "var(--soft)"
     label = 140  # pixels of names: 18 letters, and room
     title = ["probability of a digit", "of a hidden number"]
     axis = alt.Axis(grid=False, tickCount=5, labelExpr="datum.label + ' %'", labelFlush=False)
-    colours = alt.Scale(domain=[False, True], range=["var(--soft)", "var(--c1)"])
+    colours = alt.Scale(domain=[False, True], range=[soft, "var(--c1)"])
     base = alt.Chart(alt.InlineData(values=rows)).encode(
         x=alt.X("percent:Q", title=title, axis=axis),
         y=alt.Y("method:N", sort=order, axis=None),
@@ -192,8 +193,8 @@ def picture_of_digits(width: int) -> str:
 
     def words(of: alt.Chart, field: str, **look: Any) -> alt.Chart:
         """Text that begins at a place."""
-        look = {"align": "left", "baseline": "middle", "fontSize": 12, "lineHeight": 15} | look
-        return of.mark_text(**look).encode(text=f"{field}:N")
+        text = of.mark_text(align="left", baseline="middle", fontSize=12, lineHeight=15, **look)
+        return text.encode(text=f"{field}:N")
 
     # What the dots are is said at the first row's, what the dashed line is at the last row.
     first = coloured.transform_filter(f"datum.method == '{order[0]}'")
@@ -201,17 +202,18 @@ def picture_of_digits(width: int) -> str:
     guess = base.transform_filter(f"datum.method == '{order[-1]}' && datum.far")
     guess = guess.transform_calculate(chance="10", what="'a guess'").encode(x="chance:Q")
     names = one.encode(x=alt.value(-label))
-    soft = {"color": "var(--soft)"}
     whole = alt.layer(
         one.mark_rule(color="var(--rule)").encode(x=alt.value(0), x2=alt.value("width")),
-        guess.mark_rule(strokeDash=[2, 3], **soft).encode(y=alt.value(0), y2=alt.value("height")),
-        words(guess, "what", dx=4, **soft),
+        guess.mark_rule(strokeDash=[2, 3], color=soft).encode(
+            y=alt.value(0), y2=alt.value("height")
+        ),
+        words(guess, "what", dx=4, color=soft),
         coloured.mark_rule(strokeWidth=2, opacity=0.6).encode(x="low:Q", x2="high:Q"),
         coloured.mark_circle(size=60, opacity=1),
         words(first.transform_filter("datum.far"), "what").encode(y=alt.value(-9)),
         words(first.transform_filter("!datum.far"), "what", dx=6).encode(x="high:Q"),
         words(names, "name", dy=alt.expr("datum.up"), fontWeight=bold, color="var(--text)"),
-        words(names, "note", dy=8, **soft),
+        words(names, "note", dy=8, color=soft),
     )
     whole = whole.properties(width=width - label - 30, height=36 * len(order))
     made = whole.to_dict(validate=False)
