@@ -4,8 +4,8 @@
 
 draws the first charts of studies' reports into their folders (results/NAME/chart.svg, in the
 colours of a light page), those of `README` also for light and dark pages that are wide or narrow
-(docs/images/long-context-{light,dark}{,-narrow}.svg), and prints what they say for those who cannot
-see them.
+(docs/images/{long-context,extend}-{light,dark}{,-narrow}.svg), and prints what they say for those
+who cannot see them.
 """
 
 import textwrap
@@ -14,15 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import altair as alt
 import vl_convert
 
 import studies.recall  # noqa: F401 (registers its task and section)
 from coca_lab.files import read_json
 from coca_lab.report.charts import LineChart, Palette
-from coca_lab.report.drawing import INKS, NARROW, of_theme, specification
+from coca_lab.report.drawing import INKS, NARROW, STYLE, of_theme, specification
 from coca_lab.report.lengths import PASSKEYS, PERPLEXITY
 from coca_lab.report.page import page_sections, tasks_and_runs
 from coca_lab.report.result_files import parsed
+from studies.extend import digits
 from studies.pages import published
 
 ROOT = Path(__file__).parents[1]
@@ -30,8 +32,8 @@ README = "long-context"
 LENGTHS, KEYS = PERPLEXITY.title, PASSKEYS.title
 PAGES: dict[str, tuple[dict[str, str], str]] = {
     "long-context": (
-        {LENGTHS: "Perplexity at 4,096 tokens (16 × the training context): roles 21.04, the "
-         "others 22.70 to 88.48.",
+        {LENGTHS: "Perplexity at 4,096 tokens (16 × the training context): roles 21.0, the "
+         "others 22.7 to 88.5.",
          f"{KEYS} (texts 1 of 2)": "Passkeys found at 4,096 tokens (16 × the training context): "
          "roles 100%, the others 0% to 8%."},
         "Roles, rotary, no decay=roles; RoFormer + limited (16)=RoPE, limited distances; "
@@ -39,14 +41,14 @@ PAGES: dict[str, tuple[dict[str, str], str]] = {
         "RoFormer=RoPE",
     ),
     "verdict": (
-        {LENGTHS: "Perplexity at 1,024 tokens (4 × the training context): roles 22.01, the others "
-         "24.61 to 136.5."},
+        {LENGTHS: "Perplexity at 1,024 tokens (4 × the training context): roles 22.0, the others "
+         "24.6 to 136.5."},
         "roles; PoPE; CoCA-Strict; rotary; rotary, limited distances=limited distances; thin keys; "
         "thin keys, limited distances=thin keys, limited=ALiBi",
     ),
     "native": (
         {LENGTHS: "Perplexity at 4,096 tokens (16 × the training context): “GPT-NeoX, decay” "
-         "16.37, the others 20.69 to 22.88.",
+         "16.4, the others 20.7 to 22.9.",
          KEYS: "Passkeys found at 16,384 tokens (64 × the training context): “Llama × 12, decay” "
          "100%, the others 19% to 98%."},
         "native=GraniteSWA (native); roles, decay=Llama, decay=rotary; "
@@ -60,12 +62,12 @@ PAGES: dict[str, tuple[dict[str, str], str]] = {
     ),
     "smollm2": (
         {LENGTHS: "Perplexity at 16,384 tokens (2 × the training context): leaky distances "
-         "and Self-Extend 21.67, the others 22.24 to 666.5."},
+         "and Self-Extend 21.7, the others 22.2 to 666.5."},
         "limited distances; YaRN; dynamic NTK; Self-Extend; leaky distances; base",
     ),
     "extension": (
         {LENGTHS: "Perplexity at 4,096 tokens (16 × the training context): limited distances "
-         "23.00, the others 27.37 to 101.4.",
+         "23.0, the others 27.4 to 101.4.",
          KEYS: "Passkeys found at 4,096 tokens (16 × the training context): “limited, trained” 5%, "
          "the others 0% to 2%."},
         "limited distances; limited distances, trained=limited, trained; base + YaRN (16)=YaRN; "
@@ -81,8 +83,18 @@ WITHOUT_RANGES = ("native",)
 """Folders whose ranges of seeds lie over each other; the tables have every seed."""
 UNLABELLED = {"native": (512,)}
 """By folder, lengths whose labels would touch the next one's."""
-WIDE = 440
-"""Pixels of a chart; README's are narrower on phones."""
+WIDE, DIGITS_WIDE = 440, 620
+"""Pixels of a chart, of which there may be two side by side; README's are narrower on phones."""
+HEADINGS = {"color": "var(--text)", "fontSize": 14, "fontWeight": "bold", "offset": 24} | {
+    "subtitleColor": "var(--soft)", "subtitleFontSize": 12
+}  # fmt: skip
+"""How titles look."""
+PADDING = {"top": 5, "right": 20, "left": 5, "bottom": 5}
+"""Pixels around a picture."""
+TAKEN = "leaky distances"
+"""What the check of eight books takes."""
+BOOKS = "SmolLM2-135M (4-bit weights) reading 12,288 tokens of eight books; 95\u00a0% intervals"
+"""What the figures of that check are of."""
 Titled = tuple[str, LineChart]
 """A finding, and the chart that shows it."""
 
@@ -135,21 +147,85 @@ def picture(parts: Sequence[Titled], width: int, *, above: bool, note: str = "")
     for title, chart in parts:
         part = specification(chart, palette, width, height=220)
         part["title"] = {
-            "text": textwrap.wrap(title, width // 10, break_on_hyphens=False),
+            "text": textwrap.wrap(title, (width - 40) // 10, break_on_hyphens=False),
             "anchor": "start",
+            "frame": "group",  # above the axis, so that headings of charts begin at one place
         }
         if note:
-            part["title"]["subtitle"] = textwrap.wrap(note, width // 8)
+            part["title"]["subtitle"] = textwrap.wrap(note, (width - 40) // 8)
         data |= part.pop("datasets")
         config, _ = part.pop("config"), part.pop("padding")
         drawn.append(part)
-    config["title"] = {"color": "var(--text)", "fontSize": 14, "fontWeight": "bold", "offset": 24}
-    config["title"] |= {"subtitleColor": "var(--soft)", "subtitleFontSize": 12}
+    config["title"] = HEADINGS
     whole = {"vconcat" if above else "hconcat": drawn, "spacing": 40, "datasets": data}
     whole["resolve"] = {"scale": {"color": "independent", "strokeDash": "independent"}}
-    whole |= {"config": config, "padding": {"top": 5, "right": 20, "left": 5, "bottom": 5}}
+    whole |= {"config": config, "padding": PADDING}
     whole["background"] = "var(--page)"
     return vl_convert.vegalite_to_svg(whole)
+
+
+def picture_of_digits(width: int) -> str:
+    """README's first table as SVG with colours yet to be set: a row a method, of two dots each.
+
+    Args:
+        width: In pixels.
+    """
+    rows = list(digits(ROOT / "results/extend/eight.ndjson"))
+    far = [row for row in rows if row["far"]]
+    percent = {row["method"]: row["percent"] for row in far}
+    order = sorted(percent, key=lambda method: percent[method])
+    for row in far:
+        row["name"] = textwrap.wrap(row["method"], 18)
+        row["note"] = "loses within L" if row["loses"] else "taken" * (row["method"] == TAKEN)
+        row["up"] = -7 if row["note"] or len(row["name"]) > 1 else 0
+    bold = alt.expr(f"datum.method == '{TAKEN}' ? 'bold' : 'normal'")
+    soft = "var(--soft)"
+    label = 140  # pixels of names: 18 letters, and room
+    title = ["probability of a digit", "of a hidden number"]
+    axis = alt.Axis(grid=False, tickCount=5, labelExpr="datum.label + ' %'", labelFlush=False)
+    colours = alt.Scale(domain=[False, True], range=[soft, "var(--c1)"])
+    base = alt.Chart(alt.InlineData(values=rows)).encode(
+        x=alt.X("percent:Q", title=title, axis=axis),
+        y=alt.Y("method:N", sort=order, axis=None),
+    )
+    coloured = base.encode(color=alt.Color("far:N", scale=colours, legend=None))
+    one = base.transform_filter("datum.far")
+
+    def words(of: alt.Chart, field: str, **look: Any) -> alt.Chart:
+        """Text that begins at a place."""
+        text = of.mark_text(align="left", baseline="middle", fontSize=12, lineHeight=15, **look)
+        return text.encode(text=f"{field}:N")
+
+    # What the dots are is said at the first row's, what the dashed line is at the last row.
+    first = coloured.transform_filter(f"datum.method == '{order[0]}'")
+    first = first.transform_calculate(what="datum.far ? 'farther back' : 'up to 8,192 tokens back'")
+    guess = base.transform_filter(f"datum.method == '{order[-1]}' && datum.far")
+    guess = guess.transform_calculate(chance="10", what="'a guess'").encode(x="chance:Q")
+    names = one.encode(x=alt.value(-label))
+    whole = alt.layer(
+        one.mark_rule(color="var(--rule)").encode(x=alt.value(0), x2=alt.value("width")),
+        guess.mark_rule(strokeDash=[2, 3], color=soft).encode(
+            y=alt.value(0), y2=alt.value("height")
+        ),
+        words(guess, "what", dx=4, color=soft),
+        coloured.mark_rule(strokeWidth=2, opacity=0.6).encode(x="low:Q", x2="high:Q"),
+        coloured.mark_circle(size=60, opacity=1),
+        words(first.transform_filter("datum.far"), "what").encode(y=alt.value(-9)),
+        words(first.transform_filter("!datum.far"), "what", dx=6).encode(x="high:Q"),
+        words(names, "name", dy=alt.expr("datum.up"), fontWeight=bold, color="var(--text)"),
+        words(names, "note", dy=8, color=soft),
+    )
+    whole = whole.properties(width=width - label - 30, height=36 * len(order))
+    made = whole.to_dict(validate=False)
+    said = (
+        f"A digit farther back than L = 8,192 tokens: {TAKEN} {percent[TAKEN]:.0f}\u00a0%, "
+        f"the model as it is {percent['as it is']:.0f}\u00a0%"
+    )
+    made["title"] = {"text": textwrap.wrap(said, width // 9), "anchor": "start"}
+    made["title"] |= {"frame": "bounds", "subtitle": textwrap.wrap(BOOKS, width // 7)}
+    sizes = {"labelFontSize": 12, "titleFontSize": 13}
+    made["config"] = STYLE | {"axis": STYLE["axis"] | sizes, "title": HEADINGS}
+    return vl_convert.vegalite_to_svg(made | {"padding": PADDING, "background": "var(--page)"})
 
 
 def main() -> None:
@@ -164,9 +240,20 @@ def main() -> None:
             continue
         for narrow in (False, True):
             svg = picture(parts, NARROW + 20 if narrow else WIDE, above=narrow, note=note)
-            for theme in INKS:
-                path = ROOT / "docs/images" / f"long-context-{theme}{'-narrow' * narrow}.svg"
-                path.write_text(of_theme(svg, theme), encoding="utf-8")
+            write_themes(f"long-context-{{}}{'-narrow' * narrow}.svg", svg)
+    for narrow in (False, True):
+        svg = picture_of_digits(NARROW + 20 if narrow else DIGITS_WIDE)
+        write_themes(f"extend-{{}}{'-narrow' * narrow}.svg", svg)
+        if not narrow:
+            path = ROOT / "results/extend/chart.svg"
+            path.write_text(of_theme(svg, "light"), encoding="utf-8")
+
+
+def write_themes(name: str, svg: str) -> None:
+    """Write a picture for light and dark pages, whose names stand for {}."""
+    for theme in INKS:
+        path = ROOT / "docs/images" / name.format(theme)
+        path.write_text(of_theme(svg, theme), encoding="utf-8")
 
 
 if __name__ == "__main__":

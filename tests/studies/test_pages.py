@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from coca_attention.errors import UserError
-from coca_lab.evaluation.choice import loss_of
-from coca_lab.evaluation.needles import scores_of
+from coca_lab.evaluation.needles import figures, scores_of
 from coca_lab.files import read_json
-from coca_lab.intervals import DocumentScore, differences, mean_interval, mean_nats, nats_interval
+from coca_lab.intervals import differences, mean_interval, mean_nats, nats_interval
 from coca_lab.report import printed_tables, read_results
-from studies import native, pages
+from studies import extend, native, pages
+from studies.extend import ALONE
 from studies.pages import BEGIN, END, write_tables
 
 ROOT = Path(__file__).parents[2]
@@ -61,32 +61,11 @@ def test_what_was_not_measured_is_no_perplexity_of_1():
     assert row[header.index("perplexity 256")] == f"{math.exp(nats):.2f} (1 of 2 seeds)"
 
 
-ALONE = "last 8,192 tokens alone"
-
-
-def values_of_check(path):
-    """Of a check: scores of perplexity by method and window, and needles in 12,288 tokens."""
-    perplexity = defaultdict(list)
-    needles = defaultdict(list)
-    for line in path.read_text("utf-8").splitlines():
-        entry = json.loads(line)
-        (task, *_), what = entry["key"]
-        if task == "perplexity":
-            place = what[0]["scaled"]["scaling"], what[0]["window"][0]
-            for document, nats, tokens in entry["value"]["documents"]:
-                perplexity[place].append(DocumentScore(str(document), nats, tokens))
-        elif what[1] == 12288:
-            needles[what[0]["scaling"]] += entry["value"]
-    return perplexity, needles
-
-
-def up_to_and_beyond(needles):
+def up_to_and_beyond(documents):
     """How many needles there are up to L back and farther, nats a digit, and how many are found."""
-    near = [needle for needle in needles if needle["distance"] <= 8192]
-    far = [needle for needle in needles if needle["distance"] > 8192]
-    nats = [sum(each["nats"] for each in part) / 7 / len(part) for part in (near, far)]
-    found = [str(sum(each["found"] for each in part)) for part in (near, far)]
-    return (len(near), len(far)), nats, found
+    parts = [figures(documents, near=extend.L, beyond=far) for far in (False, True)]
+    counts, nats, found = ([part[name] for part in parts] for name in ("needles", "nats", "found"))
+    return counts, nats, [*map(str, found)]
 
 
 def read_at_the_end(perplexity, method):
@@ -97,10 +76,10 @@ def read_at_the_end(perplexity, method):
 
 def test_the_tables_of_the_check_of_three_books_are_of_its_values():
     folder = ROOT / "results/extend"
-    perplexity, needles = values_of_check(folder / "check.ndjson")
+    perplexity, needles = extend.values_of_check(folder / "check.ndjson")
     for cell in json.loads((folder / "last.json").read_text("utf-8"))["results"]:
         if cell["scaling"] == ALONE:
-            needles[ALONE] = [needle for each in cell["documents"] for needle in each["needles"]]
+            needles[ALONE] = cell["documents"]
     names = {
         "as it is": "none", "YaRN": "yarn", "dynamic NTK": "dynamic", "NTK": "ntk",
         "limited distances": "limited", "leaky distances": "leaky", "shifted distances": "shifted",
@@ -109,7 +88,7 @@ def test_the_tables_of_the_check_of_three_books_are_of_its_values():
     page = (folder / "README.md").read_text(encoding="utf-8")
     for name, method in names.items():
         counts, nats, found = up_to_and_beyond(needles[method])
-        assert counts == (20, 10)
+        assert counts == [20, 10]
         shown = [f"{value:.2f}" for value in nats]
         read = read_at_the_end(perplexity, method)
         assert cells_of_row(page, name, after="## Three books")[1:] == [read, *shown, *found]
@@ -118,19 +97,14 @@ def test_the_tables_of_the_check_of_three_books_are_of_its_values():
 def test_the_tables_of_the_check_of_eight_books_are_of_its_values():
     """README's, and that of results/extend; with the losses that they name, and the choice."""
     folder = ROOT / "results/extend"
-    perplexity, needles = values_of_check(folder / "eight.ndjson")
-    names = {
-        "as it is": "none", "the last 8,192 tokens alone": ALONE, "leaky distances": "leaky",
-        "limited distances": "limited", "YaRN": "yarn", "NTK": "ntk",
-        "shifted distances": "shifted",
-    }  # fmt: skip
+    perplexity, needles = extend.values_of_check(folder / "eight.ndjson")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     questions = (ROOT / "docs/README.md").read_text(encoding="utf-8")
     page = (folder / "README.md").read_text(encoding="utf-8")
     beyond = {}
-    for name, method in names.items():
+    for name, method in extend.METHODS.items():
         counts, nats, found = up_to_and_beyond(needles[method])
-        assert counts == (55, 25)
+        assert counts == [55, 25]
         probable = [f"{math.exp(-value):.0%}".replace("%", " %") for value in nats]
         assert cells_of_row(readme, name)[1:3] == probable
         shown = [f"{value:.2f}" for value in nats]
@@ -139,11 +113,7 @@ def test_the_tables_of_the_check_of_eight_books_are_of_its_values():
         assert cells_of_row(questions, called, after="RULER |")[1:4] == [shown[1], *found]
         words = set()
         losses = []
-        for window in (512, 8192):
-            if method in ("none", ALONE):
-                continue
-            scores, base = perplexity[method, window], perplexity["none", window]
-            loss = loss_of(scores, base, math.log1p(0.01))
+        for loss in extend.losses_within(perplexity, method).values():
             words.add(loss.word)
             if loss.word == "loses":
                 losses.append(f"{math.expm1(loss.mean):.1%}".replace("%", " %"))
@@ -309,11 +279,11 @@ def test_what_the_page_says_of_twice_the_training_length_is_of_its_results():
         ("leaky", 256): (-0.1, -0.2, -0.1),
         ("leaky", 384): (-0.7, -1.2, -0.2),
     }
-    for (method, window), figures in said.items():
+    for (method, window), expected in said.items():
         pairs = zip(nats[method, window], nats["limited", window], strict=True)
         differences = [other - limited for other, limited in pairs]
         values = (sum(differences) / 3, *mean_interval(differences))
-        assert [round(math.expm1(value) * 100, 1) for value in values] == [*figures]
+        assert [round(math.expm1(value) * 100, 1) for value in values] == [*expected]
     low, _ = mean_interval(
         [a - b for a, b in zip(nats["limited", 512], nats["leaky", 512], strict=True)]
     )

@@ -249,7 +249,7 @@ def test_the_words_of_a_committed_picture_are_those_of_its_figures(figures, name
         assert title in picture
         assert all(line in picture for line in chart.points["line"])
         far = chart.points[chart.points["x"] == chart.points["x"].max()].set_index("line")["y"]
-        form = figures.PASSKEYS.form if chart.top else figures.PERPLEXITY.form
+        form = figures.PASSKEYS.form if chart.top else "{:.1f}".format
         first = form(far.max() if chart.top else far.min())
         shown = far.map(form)
         others = far[shown != first]
@@ -308,3 +308,26 @@ def test_the_chart_of_smollm2_says_which_methods_are_level_and_where_lines_end(f
     behind = nats.sub(nats[nats.mean().idxmin()], axis=0)
     level = {name for name in nats if mean_interval([*behind[name]])[0] <= 0}
     assert {name for name in nats if name in title.split(", the others")[0]} == level
+
+
+def test_the_picture_of_the_readmes_table_has_its_figures(figures):
+    """Rows, percentages, what loses and what is taken, as in the table; committed as drawn."""
+    root = RESULTS.parent
+    readme = (root / "README.md").read_text("utf-8")
+    table = readme.partition("| reading 12,288 tokens |")[2].partition("\n\n")[0]
+    cells = [re.split(r" *\| *", line)[1:-1] for line in table.splitlines()[2:]]
+    rows = {name.replace("**", ""): figures_of for name, *figures_of in cells}
+    assert len(rows) == 7
+    shown = {}
+    for row in figures.digits(RESULTS / "extend" / "eight.ndjson"):
+        assert row["low"] < row["percent"] < row["high"]
+        name = row["method"] + " (taken)" * (row["method"] == figures.TAKEN)
+        shown.setdefault(name, []).append(f"{row['percent']:.0f} %")
+        assert row["loses"] == ("of perplexity" in rows[name][0])
+    assert shown == {name: said[1:3] for name, said in rows.items()}
+    for narrow, theme in itertools.product((False, True), figures.INKS):
+        svg = figures.picture_of_digits(figures.NARROW + 20 if narrow else figures.DIGITS_WIDE)
+        path = root / "docs" / "images" / f"extend-{theme}{'-narrow' * narrow}.svg"
+        assert comparable(path.read_text("utf-8")) == comparable(figures.of_theme(svg, theme))
+    wide = figures.of_theme(figures.picture_of_digits(figures.DIGITS_WIDE), "light")
+    assert comparable((RESULTS / "extend/chart.svg").read_text("utf-8")) == comparable(wide)
