@@ -331,3 +331,5 @@ def test_the_picture_of_the_readmes_table_has_its_figures(figures):
         assert comparable(path.read_text("utf-8")) == comparable(figures.of_theme(svg, theme))
     wide = figures.of_theme(figures.picture_of_digits(figures.DIGITS_WIDE), "light")
     assert comparable((RESULTS / "extend/chart.svg").read_text("utf-8")) == comparable(wide)
+    (told,) = re.findall(r'alt="(Dots[^"]*)"', readme)
+    assert all(" and ".join(said) in told for said in shown.values())
