@@ -102,7 +102,12 @@ from coca_lab.cli import main
 print([main(words) for words in {words}])
 print([name for name in ("torch", "transformers") if name in sys.modules])
 """
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    shown = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=empty,  # where ../nope is not there
+        capture_output=True,
+        text=True,
+    )
     assert shown.stdout == f"{[2] * len(words)}\n[]\n", shown.stderr
     for message, several in wrong.items():
         assert shown.stderr.count(message) == len(several), shown.stderr
