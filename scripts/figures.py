@@ -191,14 +191,14 @@ def picture_of_digits(width: int) -> str:
     coloured = base.encode(color=alt.Color("far:N", scale=colours, legend=None))
     one = base.transform_filter("datum.far")
 
-    def words(of: alt.Chart, field: str, **look: Any) -> alt.Chart:
-        """Text that begins at a place."""
-        text = of.mark_text(align="left", baseline="middle", fontSize=12, lineHeight=15, **look)
+    def words(of: alt.Chart, field: str, align: str = "left", **look: Any) -> alt.Chart:
+        """Text that begins at a place, or is centred there."""
+        text = of.mark_text(align=align, baseline="middle", fontSize=12, lineHeight=15, **look)
         return text.encode(text=f"{field}:N")
 
-    # What the dots are is said at the first row's, what the dashed line is at the last row.
-    first = coloured.transform_filter(f"datum.method == '{order[0]}'")
-    first = first.transform_calculate(what="datum.far ? 'farther back' : 'up to 8,192 tokens back'")
+    # What the dots are is said where there is room: above one of the last row, and of the second.
+    told = coloured.transform_filter(f"datum.method == (datum.far ? '{order[-1]}' : '{order[1]}')")
+    told = told.transform_calculate(what="datum.far ? 'farther back' : 'up to 8,192 tokens back'")
     guess = base.transform_filter(f"datum.method == '{order[-1]}' && datum.far")
     guess = guess.transform_calculate(chance="10", what="'a guess'").encode(x="chance:Q")
     names = one.encode(x=alt.value(-label))
@@ -207,11 +207,10 @@ def picture_of_digits(width: int) -> str:
         guess.mark_rule(strokeDash=[2, 3], color=soft).encode(
             y=alt.value(0), y2=alt.value("height")
         ),
-        words(guess, "what", dx=4, color=soft),
+        words(guess, "what", color=soft, dx=-4).encode(y=alt.value(-9)),
         coloured.mark_rule(strokeWidth=2, opacity=0.6).encode(x="low:Q", x2="high:Q"),
         coloured.mark_circle(size=60, opacity=1),
-        words(first.transform_filter("datum.far"), "what").encode(y=alt.value(-9)),
-        words(first.transform_filter("!datum.far"), "what", dx=6).encode(x="high:Q"),
+        words(told, "what", "center", dy=-13),
         words(names, "name", dy=alt.expr("datum.up"), fontWeight=bold, color="var(--text)"),
         words(names, "note", dy=8, color=soft),
     )

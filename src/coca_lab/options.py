@@ -269,8 +269,10 @@ def _problem(parser: ArgumentParser, error: BaseException, typed: bool = False) 
         said += ": separate numbers by commas, as in 64,128"
     elif "valid integer" in said and re.search(r"\d([kKmM]|,\d+)$", said):
         said += ": write a whole number, such as 12288"
-    elif given := re.fullmatch(r"expected dict, got (\w+)[=:] ?(\S+)", said):
-        said += f": write '{{{given[1]}: {given[2]}}}'"
+    elif said.startswith("expected dict, got"):
+        given = re.fullmatch(r"expected dict, got (\w+)[=:] ?(\S+)", said)
+        name_and_value = f"{given[1]}: {given[2]}" if given else "NAME: VALUE"
+        said += f": write '{{{name_and_value}}}'"
     if typed:
         name = option_of(name) if name else ""
         said += f" (see {parser.prog} --help)"
