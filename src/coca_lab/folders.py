@@ -354,10 +354,13 @@ def facts(config: PreTrainedConfig) -> dict[str, str]:
         letters = "".join("l" if kind == LOCAL else "g" for kind in kinds)
         layers += f": {letters} (l sees the last {config.sliding_window:,} tokens, g all)"
     ropes = [] if form == "alibi" else [rope_parameters(config, kind) for kind in kinds]
-    rotations = (
-        ", ".join(f"{n} {x}" for n, x in rope.items() if isinstance(x, str | int | float))
-        for rope in ropes
-    )
+    rotations = []
+    for rope in ropes:
+        parts = [f"{n} {x}" for n, x in rope.items() if isinstance(x, str | int | float)]
+        if rope.get("distance_map"):
+            fields = ", ".join(f"{n} {x}" for n, x in rope["distance_map"].items())
+            parts.append(f"distance_map ({fields})")
+        rotations.append(", ".join(parts))
     length, _ = made_for(config)
     context = f"{length:,} tokens" if length else ""
     extended = extension_of(config)

@@ -33,6 +33,7 @@ class ProgressBar:
         (self.task,) = self.bar.tasks
         self.said = -MINUTE
         self.label = ""
+        self.began: tuple[float, int] | None = None
         return self.advance
 
     def advance(self, label: str, done: int, total: int) -> None:
@@ -44,7 +45,11 @@ class ProgressBar:
                 self.bar.stop()
             return
         now = time.monotonic()
-        left = self.task.time_remaining
+        if self.began is None:
+            self.began = (now, done)
+        began, before = self.began
+        # The bar's own estimate begins with the second item, and the first may take minutes.
+        left = round((now - began) / (done - before) * (total - done)) if done > before else 0
         if now - self.said >= MINUTE or (done >= total and label != self.label):
             self.said = now
             self.label = label

@@ -182,7 +182,8 @@ def _compare(
     _print_training_length(plain.config, wanted.length)
     if wanted.method == "auto":
         _print_left_out(refused)
-    readings = sum(len(measurement.items) for measurement in measurements)
+    # Methods that compute the same share their readings.
+    readings = len({str(item.keys) for each in measurements for item in each.items})
     print(f"Measuring {len(methods)} methods: {readings:,} readings of up to {to:,} tokens")
     # One process writes a store; checks on other texts have theirs.
     text = str(Path(check.check).resolve()) if Path(check.check).exists() else check.check
