@@ -55,6 +55,8 @@ WORKERS_HELP = (
     "Processes that train a model each and share its evaluation; 0: none but this one. By default "
     "one per core, or one if there is a GPU; none if nothing is trained or converted."
 )
+SHOWN_OF_STUDY = ("models", "recipe", "seeds", "methods", "dtype", "device", "endpoint")
+"""Fields of a study in the short help."""
 SHOWN = (
     "model.attention", "model.hidden_size", "model.num_layers", "model.num_heads", "model.layers",
     "model.start", "data.source", "data.block_length", "data.held_out", "data.max_tokens",
@@ -83,15 +85,15 @@ class FileOptions:
         settings: The dataclass of the file.
         others: Options that are not fields of the file, with how argparse adds them.
         sections: Makes the dataclasses of the optional sections of the file.
-        shown: Fields in the short help; by default there is none but the long one.
+        shown: Fields in the short help.
     """
 
     kind: str
     usage: str
     settings: type
     others: dict[str, dict[str, Any]]
+    shown: tuple[str, ...]
     sections: Callable[[], dict[str, type]] = dict
-    shown: tuple[str, ...] = ()
 
 
 OPTIONS = {
@@ -116,6 +118,7 @@ FILES = {
             "--workers": {"type": int, "metavar": "INT", "help": WORKERS_HELP},
         },
         sections=lambda: {name: options.settings for name, options in TASK_OPTIONS.items()},
+        shown=SHOWN_OF_STUDY,
     ),
     "train": FileOptions(
         "recipe",
