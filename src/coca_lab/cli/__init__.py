@@ -50,6 +50,8 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     },
 }
 """By group and name: the module here whose function ``NAME_command`` it is, and a line of help."""
+RESUMED = ("eval", "extend", "study", "train")
+"""Commands that keep what they have measured or trained when they end early."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return 0
     except KeyboardInterrupt as error:
-        then = str(error) or "the same command goes on from what has been saved, if anything"
+        then = "nothing is saved"
+        if words and words[0] in RESUMED:
+            then = "the same command goes on from what has been saved, if anything"
+        then = str(error) or then
         print(f"coca: interrupted: {then}", file=sys.stderr)
         return 128 + getattr(error, "signal", signal.SIGINT)
     except Exception as error:

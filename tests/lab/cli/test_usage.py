@@ -15,7 +15,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from transformers.utils.import_utils import is_serve_available
 
 import coca_lab
-from coca_lab.cli import COMMANDS, evaluation, load, main, recipes
+from coca_lab.cli import COMMANDS, evaluation, load, main, recipes, report
 from coca_lab.cli.parsing import FILES, OPTIONS, command_parser
 from coca_lab.options import option_names
 from coca_lab.settings.evaluations import TASK_OPTIONS
@@ -292,6 +292,14 @@ def test_a_defect_and_an_interrupt_are_one_line_too(capsys, monkeypatch, error, 
     monkeypatch.setattr(evaluation, "study_command", broken)
     ended, _, err = run(capsys, "study", "small")
     assert ended == code and err.startswith(message) and err.count("\n") == 1
+
+
+def test_what_saves_nothing_does_not_speak_of_it(capsys, monkeypatch):
+    def broken(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(report, "report_command", broken)
+    assert run(capsys, "report", "x") == (130, "", "coca: interrupted: nothing is saved\n")
 
 
 def test_a_terminal_without_unicode_gets_help_all_the_same(monkeypatch):
