@@ -229,62 +229,78 @@ def test_what_the_page_says_of_answers_by_dynamic_ntk_is_in_its_file():
     assert f"({math.expm1(low) * 100:.1f} to {math.expm1(high) * 100:.1f} %, three books)" in page
 
 
-def test_the_table_of_methods_of_the_roformer_is_of_its_results():
-    folder = ROOT / "results/long-context"
-    perplexity = defaultdict(list)
+def read_by_method(file):
+    """Log perplexities and shares of passkeys of the seeds, by method and length."""
+    nats = defaultdict(list)
     found = defaultdict(list)
-    for cell in read_json(folder / "methods" / "results.json")["results"]:
+    for cell in read_json(file)["results"]:
         if cell["task"] == "perplexity":
-            perplexity[cell["scaling"], cell["window"]].append(math.log(cell["perplexity"]))
+            nats[cell["scaling"], cell["window"]].append(math.log(cell["perplexity"]))
         else:
             found[cell["scaling"], cell["length"]].append(cell["accuracy"])
+    return nats, found
+
+
+def test_the_table_of_methods_of_the_roformer_is_of_its_results():
+    folder = ROOT / "results/long-context"
+    nats, found = read_by_method(folder / "methods" / "results.json")
     page = (folder / "README.md").read_text(encoding="utf-8")
     lengths = (256, 512, 1024, 2048, 4096)
     names = {"as it is": "none", "limited distances": "limited", "YaRN": "yarn", "NTK": "ntk"}
     for name, method in names.items():
-        read = [f"{math.exp(sum(perplexity[method, n]) / 3):.1f}" for n in lengths]
+        read = [f"{math.exp(sum(nats[method, n]) / 3):.1f}" for n in lengths]
         keys = " ".join(f"{sum(found[method, n]) / 3:.2f}" for n in lengths)
         assert cells_of_row(page, name, after="## Methods that train nothing") == [*read, keys]
 
 
 def test_what_the_page_says_of_twice_the_training_length_is_of_its_results():
     folder = ROOT / "results/long-context"
-    nats = defaultdict(list)
-    found = defaultdict(list)
-    for cell in read_json(folder / "twice" / "results.json")["results"]:
-        if cell["task"] == "perplexity":
-            nats[cell["scaling"], cell["window"]].append(math.log(cell["perplexity"]))
-        else:
-            found[cell["scaling"], cell["length"]].append(cell["accuracy"])
+    nats, found = read_by_method(folder / "twice" / "results.json")
     page = (folder / "README.md").read_text(encoding="utf-8")
     rows = {
-        "as it is": "none",
-        "limited distances": "limited",
-        "YaRN": "yarn",
-        "NTK": "ntk",
-        "leaky distances": "leaky",
-        "shifted distances, T = 1.5 L": "shifted",
-    }
+        "as it is": "none", "limited distances": "limited", "YaRN": "yarn", "NTK": "ntk",
+        "leaky distances": "leaky", "shifted distances, T = 1.5 L": "shifted",
+    }  # fmt: skip
     for name, method in rows.items():
         read = [f"{math.exp(sum(nats[method, n]) / 3):.2f}" for n in (128, 256, 384, 512)]
         keys = " ".join(f"{sum(found[method, n]) / 3:.2f}" for n in (256, 384, 512))
         assert cells_of_row(page, name, after="### Twice the training length") == [*read, keys]
-    # Means and intervals of differences from limited distances, in percent, as the page has them.
-    said = {
-        ("yarn", 128): (2.7, 2.5, 2.9),
-        ("yarn", 256): (2.1, 1.8, 2.5),
-        ("ntk", 128): (0.6, 0.5, 0.7),
-        ("ntk", 256): (0.6, 0.5, 0.8),
-        ("ntk", 512): (11.5, 11.1, 11.9),
-        ("leaky", 256): (-0.1, -0.2, -0.1),
-        ("leaky", 384): (-0.7, -1.2, -0.2),
-    }
-    for (method, window), expected in said.items():
+
+    def beside_limited(method, window):
+        """The mean and 95 % interval of a difference in percent, as they are written."""
         pairs = zip(nats[method, window], nats["limited", window], strict=True)
         differences = [other - limited for other, limited in pairs]
         values = (sum(differences) / 3, *mean_interval(differences))
-        assert [round(math.expm1(value) * 100, 1) for value in values] == [*expected]
-    low, _ = mean_interval(
-        [a - b for a, b in zip(nats["limited", 512], nats["leaky", 512], strict=True)]
-    )
-    assert low < 0  # leaky distances are not lower by an interval at 2 L
+        return [f"{math.expm1(value) * 100:.1f}" for value in values]
+
+    yarn = [beside_limited("yarn", window) for window in (128, 256)]
+    ntk = [beside_limited("ntk", window) for window in (128, 256, 512)]
+    said = " ".join(page.split())
+    assert (
+        f"YaRN loses {yarn[0][0]} % of perplexity at 128 tokens and {yarn[1][0]} % at 256 "
+        f"({yarn[0][1]} to {yarn[0][2]}, {yarn[1][1]} to {yarn[1][2]}), NTK {ntk[0][0]} % at both "
+        f"and {ntk[2][0]} % at 2 L ({ntk[2][1]} to {ntk[2][2]})"
+    ) in said
+    assert ntk[0][0] == ntk[1][0]
+    less, lower = ([x.removeprefix("-") for x in beside_limited("leaky", n)] for n in (256, 384))
+    assert (
+        f"leaky distances have {less[0]} and {lower[0]} % less perplexity ({less[2]} to {less[1]}, "
+        f"{lower[2]} to {lower[1]})"
+    ) in said
+    for method in ("yarn", "ntk", "leaky", "shifted"):  # none is lower by an interval at 2 L
+        assert float(beside_limited(method, 512)[2]) > 0
+
+
+def test_what_the_page_of_smollm2_says_of_perplexity_is_in_its_table():
+    page = (ROOT / "results/smollm2/README.md").read_text(encoding="utf-8")
+    said = " ".join(page.split())
+    table = page.partition("<!-- texts -->")[2].partition("<!-- end of texts -->")[0]
+    for method, window, sentence in (
+        ("yarn", 0, "YaRN loses {0} % against the model as it is ({1} to {2})"),
+        ("shifted", 0, "shifted distances {0} % ({1} to {2})"),
+        ("leaky", 0, "Leaky ReRoPE and Self-Extend are {0} % lower ({2} to {1})"),
+        ("limited", 1, "limited distances are {0} % higher ({1} to {2})"),
+    ):
+        (row,) = re.findall(rf"^\| {method} \|(.*)\|$", table, re.M)
+        ratios = re.findall(r"\d\.\d{3}", row.split("|")[window])
+        assert sentence.format(*(f"{abs(float(x) - 1) * 100:.1f}" for x in ratios)) in said

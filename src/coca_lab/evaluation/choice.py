@@ -246,14 +246,10 @@ class Choice:
         return each is not self.best and _above_zero(differences(each.far, self.best.far))
 
     @property
-    def asks(self) -> bool:
-        """Whether any number is hidden farther back than L."""
-        return any(score.tokens for score in self.base.far)
-
-    @property
     def finds(self) -> bool:
         """Whether the best method is better than a guess beyond L, by its interval if any."""
-        if self.best is None or not self.asks:
+        is_asked = any(score.tokens for score in self.base.far)  # farther back than L
+        if self.best is None or not is_asked:
             return False
         _, most = nats_interval(self.best.far) or (0.0, mean_nats(self.best.far))
         return most < GUESS
@@ -294,12 +290,12 @@ class Choice:
         taken = self.taken
         if taken is None:
             return said
-        if self.asks and mean_nats(self.base.far) <= min(mean_nats(taken.far), GUESS):
+        if mean_nats(self.base.far) <= min(mean_nats(taken.far), GUESS):
             said.append(
                 f"Beyond L the model as it is does no worse, with {_digit(self.base.far)}: it may "
                 "have been made for longer texts than L."
             )
-        if self.asks and not mean_nats(taken.far) < mean_nats(self.alone.far):
+        if not mean_nats(taken.far) < mean_nats(self.alone.far):
             said.append(f"Beyond L {taken.method} is no better than the {self.alone.method}.")
         lost = differences(taken.back, self.alone.back)
         if _above_zero(lost):
