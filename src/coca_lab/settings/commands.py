@@ -132,9 +132,10 @@ class ExtendSettings:
     shifted and string, whose reach ends below 2 L."""
     method: Literal["auto", SavedMethod] = "auto"
     """auto takes the best by --check, and without it limited, which changes nothing in texts of up
-    to L tokens (temperature for models that have layers without positions). limited, leaky,
-    self_extend, shifted and string change what distances count; yarn, dynamic, ntk, linear, llama3
-    and longrope the rotations; temperature the queries of layers without positions.
+    to L tokens (temperature for models that have layers without positions). limited (ReRoPE), leaky
+    (Leaky ReRoPE), self_extend, shifted and string (STRING, without and with its factor) change
+    what distances count; yarn, dynamic, ntk, linear, llama3 and longrope the rotations; temperature
+    the queries of layers without positions.
     docs/conversion.md describes each."""
     options: dict[str, Any] = field(default_factory=dict)
     """Other options of the method by name (docs/conversion.md lists them)."""
