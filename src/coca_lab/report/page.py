@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from urllib.parse import quote
 
 from jinja2 import Environment, StrictUndefined
 
@@ -28,24 +27,6 @@ from coca_lab.yaml_files import dump_yaml
 
 MARK = "--page: #fff; --text: #1b1b1b;"
 """In the style of every page, those of earlier versions included."""
-GLOSSARY = {  # words in names of models, scalings or forms, and what a reader needs to know
-    "Roles": (
-        ["Roles", "roles"],
-        "local layers with a short window, then one that sees all, without positions",
-    ),
-    "Native": (
-        ["Native", "native"],
-        "roles without temperature and decay, an architecture of Transformers and llama.cpp",
-    ),
-    "RoFormer": (["RoFormer"], "rotary positions (RoPE)"),
-    "Slack, strict": (["slack", "strict"], "CoCA by the paper’s Eq. 10 and Eq. 9"),
-    "Last n tokens only": (["attend-last"], "the text before them is left out"),
-    "NTK, YaRN, PI": (
-        ["ntk", "yarn", "linear", "dynamic"],
-        "frequencies rescaled by the factor in brackets, without training",
-    ),
-}
-"""Of the names that pages of this project have."""
 
 
 def write_report(
@@ -61,7 +42,7 @@ def write_report(
     Args:
         paths: Result files of ``coca eval`` and others, or folders (see `read_results`).
         output: The HTML file.
-        title: Heading of the page; by default the study's, or what was measured.
+        title: Heading of the page; by default that of the study, or what was measured.
         paper: Also show the paper's Tables 1 to 4.
         figures: Folder for every chart as SVG, PDF and PNG; by default there are none.
 
@@ -121,6 +102,8 @@ def build_report(
     Raises:
         UserError: If there is nothing to show, or a result lacks a required field.
     """
+    from coca_lab.report import drawing  # here, since Altair takes half a second
+
     own = parsed(contents)
     found = [*own, *parsed(paper_figures() if paper else ())]
     tasks, runs = tasks_and_runs(found)
@@ -134,20 +117,31 @@ def build_report(
     every = [each for file in found for each in (file.environment, *file.environments) if each]
     environments = [each for n, each in enumerate(every) if each not in every[:n]]
     palette: Palette = {}
-    shown = [_shown(section, number, palette) for number, section in enumerate(sections, 1)]
+    shown = []
+    for number, section in enumerate(sections, 1):
+        drawn = {}
+        if section.chart:
+            drawn["words"] = f"{section.title}. {section.chart.words()}"
+            for name, width in {"wide": drawing.WIDE, "narrow": drawing.NARROW}.items():
+                picture = drawing.specification(section.chart, palette, width)
+                drawn[name] = drawing.static_svg(picture, f"s{number}{name[0]}")
+        shown.append({"section": section, "drawn": drawn})
     _, light, dark = zip(*COLOURS, strict=True)
     groups = [
         (f"{REPORTS[name].title}, {called}", _members(group))
         for name, group, called in groups_of(tasks)
         if called
     ]
+    studies = {file.study.title if file.study else "" for file in own}
+    if len(studies) == 1:
+        title = title or studies.pop()
+    measured = " · ".join(REPORTS[name].title for name in tasks) or "Training"
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     source = files("coca_lab.report").joinpath("page.html.j2").read_text(encoding="utf-8")
     return template.from_string(source).render(
-        title=title or _title(own, tasks, runs),
+        title=title or measured,
         palettes={"light": light, "dark": dark},
         failures=[each for file in found for each in file.failures.items()],
-        words=glossary(tasks),
         groups=groups,
         sections=shown,
         recipes={run.model: dump_yaml(run.recipe) for run in runs if run.recipe},
@@ -173,53 +167,8 @@ def page_sections(tasks: Tasks, runs: Sequence[TrainingRun]) -> list[Section]:
     return sections + training_sections(runs)
 
 
-def glossary(tasks: Tasks) -> dict[str, str]:
-    """What the names on the page mean, of those that have a meaning here."""
-    cells = _cells(tasks)
-    kinds = {f"{getattr(cell, 'scaling', '')} {cell.attention}" for cell in cells}
-    said = " ".join([*models_of(cells), *kinds])
-    return {
-        name: text
-        for name, (words, text) in GLOSSARY.items()
-        if any(re.search(rf"\b{word}", said) for word in words)
-    }
-
-
-def _shown(section: Section, number: int, palette: Palette) -> dict[str, object]:
-    """The section, its pictures, and its table as CSV."""
-    table = f"data:text/csv;charset=utf-8,{quote(section.csv())}" if section.rows else ""
-    drawn = {}
-    if section.chart:
-        from coca_lab.report import drawing  # here, since Altair takes half a second
-
-        drawn["words"] = f"{section.title}. {section.chart.words()}"
-        for name, width in {"wide": drawing.WIDE, "narrow": drawing.NARROW}.items():
-            picture = drawing.specification(section.chart, palette, width)
-            drawn[name] = drawing.static_svg(picture, f"s{number}{name[0]}")
-    return {"section": section, "drawn": drawn, "csv": table}
-
-
 def _members(cells: Cells) -> str:
     """The models of comparable cells, and the files that they are from."""
     models = ", ".join(models_of(cells))
     names = ", ".join(dict.fromkeys(cell.file for cell in cells if cell.file))
     return f"{models} ({names})" if models and names else models or names
-
-
-def _cells(tasks: Tasks) -> Cells:
-    return [cell for groups in tasks.values() for group in groups for cell in group]
-
-
-def _title(contents: Sequence[ResultFile], tasks: Tasks, runs: Sequence[TrainingRun]) -> str:
-    """The study's, if all is from one; else what was measured, and of which models."""
-    studies = {content.study.title if content.study else "" for content in contents}
-    if len(studies) == 1 and any(studies):
-        return studies.pop()
-    titles = [REPORTS[name].title for name in tasks]
-    what = "Training"
-    if titles:
-        what = " · ".join(titles) if len(titles) < 3 else "Long context"
-    names = models_of(_cells(tasks) or runs)
-    if len(names) > 3:
-        names = [*names[:2], f"{len(names) - 2} more"]
-    return f"{what}: {', '.join(names)}" if names else what

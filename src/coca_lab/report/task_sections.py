@@ -62,7 +62,7 @@ class TaskReport:
     Attributes:
         sections: From comparable cells, of the type that `coca_lab.cells.CELLS` has for the task,
             to sections of the page; the terminal shows their tables.
-        title: Heading of a page that has no other task.
+        title: What the task measures, for the heading of a page.
     """
 
     sections: Callable[[Any], list[Section]]

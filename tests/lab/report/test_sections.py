@@ -8,7 +8,6 @@ from result_cells import CELLS, lines, passkey, perplexity, ruler, shown, study,
 from coca_lab.evaluation.prompts import RULER_TASK, RulerSettings
 from coca_lab.evaluation.task import Model, evaluate
 from coca_lab.report import build_report, printed_tables
-from coca_lab.report.section import times
 from conftest import tiny_model
 
 BY_LENGTH = "Perplexity against the length read at once"
@@ -81,17 +80,6 @@ def text(row) -> list[str]:
     return [
         f"{entry} ({entry.small})" if getattr(entry, "small", "") else f"{entry}" for entry in row
     ]
-
-
-@pytest.mark.parametrize(
-    ("ratio", "said"),
-    [
-        (7.8125, "7.8"), (0.78125, "0.78"), (0.125, "0.125"), (1, "1"), (2.5, "2.5"),
-        (62.5, "62.5"), (15.625, "16"), (156.25, "156"), (1000, "1,000"), (1024, "1,024"),
-    ],
-)  # fmt: skip
-def test_multiples_are_rounded_as_one_says_them(ratio, said):
-    assert times(ratio) == said
 
 
 def test_a_table_has_figures_intervals_and_conditions_by_hand():
