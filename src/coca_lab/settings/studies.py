@@ -9,8 +9,6 @@ from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
 from coca_attention.errors import UserError
 from coca_attention.method_names import MethodName
-from coca_lab.old_names import methods_of_scalings
-from coca_lab.options import checked
 from coca_lab.settings.evaluations import TASK_OPTIONS
 from coca_lab.settings.sources import PathText, Precision
 
@@ -94,20 +92,11 @@ class ModelsMethod(MethodSettings):
 
 
 @dataclass
-class ModelsMethods:
-    """Several."""
-
-    methods: list[ModelsMethod]
-
-
-@dataclass
 class Plan:
     """What is measured of models."""
 
     methods: list[ModelsMethod] = field(default_factory=list)
     """Methods to evaluate with; by default models are as they were saved."""
-    scalings: list[dict[str, Any]] | None = None
-    """Old name of methods, whose method was called kind."""
     dtype: Precision = "float32"
     """Precision of the weights in the evaluation."""
     device: str | None = None
@@ -125,12 +114,6 @@ class Plan:
     """Settings of every evaluation task, by its name."""
 
     def __post_init__(self) -> None:
-        if self.scalings is not None:
-            if self.methods:
-                raise UserError("scalings is the old name of methods: leave it out")
-            translated = methods_of_scalings(self.scalings)
-            self.methods = checked(ModelsMethods, {"methods": translated}).methods
-            self.scalings = None
         self.methods = self.methods or [ModelsMethod()]
 
     def check_plan(self, models: Collection[str]) -> None:
