@@ -200,11 +200,8 @@ def length_section(frame: Frame, measure: Measure, title: str, caption: str) -> 
         header.append(Entry(f"{length:,}", multiple))
     entries = _entries(frame, measure)
     rows: list[list[str | Entry]] = []
-    muted = []
-    for line, part in frame.groupby("line", sort=False):
-        if part["scaling"].iloc[0] == SHORT:
-            muted.append(len(rows))
-        rows.append([str(line), *(entries.get((line, length), "–") for length in lengths)])
+    for line in frame["line"].unique():
+        rows.append([line, *(entries.get((line, length), "–") for length in lengths)])
     if paired is not None:
         name, by_line = paired
         header.append(name)
@@ -216,7 +213,7 @@ def length_section(frame: Frame, measure: Measure, title: str, caption: str) -> 
     drawn = chart.drawn()["line"].nunique()
     if drawn == MOST and drawn < len(rows):
         caption += f" The chart has {drawn} of {len(rows)} lines."
-    return Section(title, chart=chart, header=header, rows=rows, note=caption.strip(), muted=muted)
+    return Section(title, chart=chart, header=header, rows=rows, note=caption.strip())
 
 
 def _entries(frame: Frame, measure: Measure) -> dict[tuple[str, int], Entry]:

@@ -52,22 +52,21 @@ def write_report(
     output = Path(output)
     check_output(output, "page of coca report", lambda text: MARK in text)
     contents = read_results(paths)
-    page = build_report(contents, title=title, paper=paper)
+    if paper:
+        contents += paper_figures()
+    page = build_report(contents, title=title)
     if figures is not None:
-        write_figures(contents, figures, paper=paper)
+        write_figures(contents, figures)
     write_text(output, page)
     return output
 
 
-def write_figures(
-    contents: Sequence[Content], folder: str | Path, *, paper: bool = False
-) -> list[Path]:
+def write_figures(contents: Sequence[Content], folder: str | Path) -> list[Path]:
     """Write every chart of a page as SVG, PDF and PNG, for a column of a paper.
 
     Args:
         contents: Of result files.
         folder: Is made; files with the same names are replaced.
-        paper: Also those of the paper's figures.
 
     Returns:
         The files, named after the charts' titles.
@@ -79,10 +78,9 @@ def write_figures(
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    found = [*parsed(contents), *parsed(paper_figures() if paper else ())]
     palette: Palette = {}
     written = []
-    for number, section in enumerate(page_sections(*tasks_and_runs(found)), 1):
+    for number, section in enumerate(page_sections(*tasks_and_runs(parsed(contents))), 1):
         if section.chart is None:
             continue
         words = re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-")
@@ -94,9 +92,7 @@ def write_figures(
     return written
 
 
-def build_report(
-    contents: Sequence[Content], *, title: str | None = None, paper: bool = False
-) -> str:
+def build_report(contents: Sequence[Content], *, title: str | None = None) -> str:
     """HTML of the page from the contents of result files.
 
     Raises:
@@ -104,18 +100,19 @@ def build_report(
     """
     from coca_lab.report import drawing  # here, since Altair takes half a second
 
-    own = parsed(contents)
-    found = [*own, *parsed(paper_figures() if paper else ())]
+    found = parsed(contents)
     tasks, runs = tasks_and_runs(found)
     sections = page_sections(tasks, runs)
     if not sections:
-        others = {str(cell.get("task")) for file in own for cell in file.results}
+        others = {str(cell.get("task")) for file in found for cell in file.results}
         raise UserError(
             "the result files hold neither results that the report shows nor training runs"
             + (f"; they are of {', '.join(sorted(others))}" if others else "")
         )
-    every = [each for file in found for each in (file.environment, *file.environments) if each]
-    environments = [each for n, each in enumerate(every) if each not in every[:n]]
+    environments = []
+    for file in found:
+        if file.environment and file.environment not in environments:
+            environments.append(file.environment)
     palette: Palette = {}
     shown = []
     for number, section in enumerate(sections, 1):
@@ -132,7 +129,7 @@ def build_report(
         for name, group, called in groups_of(tasks)
         if called
     ]
-    studies = {file.study.title if file.study else "" for file in own}
+    studies = {file.study.title for file in found if file.study}
     if len(studies) == 1:
         title = title or studies.pop()
     measured = " · ".join(REPORTS[name].title for name in tasks) or "Training"

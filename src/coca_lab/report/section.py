@@ -1,7 +1,7 @@
 """What the page is made of, and how numbers are written in it."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coca_lab.report.charts import LineChart
@@ -35,7 +35,6 @@ class Section:
         header: Header of the table.
         rows: Rows of the table, which the terminal shows, too.
         note: The caption: conditions in fixed words, and numbers.
-        muted: Indices of rows to show in grey.
     """
 
     title: str
@@ -43,7 +42,6 @@ class Section:
     header: Sequence[str | Entry] = ()
     rows: Sequence[Sequence[str | Entry]] = ()
     note: str = ""
-    muted: Collection[int] = ()
 
 
 def signed(value: float, digits: str) -> str:

@@ -22,7 +22,7 @@ from result_cells import (
 
 from coca_attention.errors import UserError
 from coca_lab.report import build_report, printed_tables, write_report
-from coca_lab.report.result_files import parsed, read_results
+from coca_lab.report.result_files import paper_figures, parsed, read_results
 from coca_lab.report.task_sections import by_task
 from coca_lab.studies import load_study, run_study
 from covering import mostly_slow
@@ -112,8 +112,8 @@ def test_headings_name_what_was_measured(undrawn):
     title = "Perplexity against context length · Passkey retrieval"
     assert f"<h1>{title}</h1>" in page and f"<title>{title}</title>" in page
     study = [{"results": CELLS, "study": {"title": "Four sizes"}}, {"results": CELLS}]
-    assert "<h1>Four sizes</h1>" in build_report(study[:1], paper=True)
-    assert "<h1>Perplexity against context length</h1>" in build_report(study)
+    assert "<h1>Four sizes</h1>" in build_report([study[0], *paper_figures()])
+    assert "<h1>Perplexity against context length</h1>" in build_report(study[1:])
     every = [passkey("a", 64, 2), ruler("a", "vt", 512, 0.0, 1.0)]
     page = build_report([{"results": every, "training": [TRAINING]}])
     headings = ["Passkeys found, by prompt length", "RULER, vt", "Training"]
