@@ -170,31 +170,26 @@ class Endpoint:
                     self.refused.add(named)
                     self._warn(named, f"it takes no {named}, and is asked without")
                     continue
-                problem = self._error(self._status(error))
-                if status in (408, 409, 429) or status >= 500:
-                    self.failed = problem
-                raise problem from None  # the client's own error has the server's whole text
+                problem = f"status {status}: {error.response.text or 'nothing'}"
+                if 300 <= status < 400:
+                    problem += (
+                        f" (it redirects to {error.response.headers.get('location')}, which is not "
+                        "followed: give the address itself, if you trust it with the key)"
+                    )
+                if status in (408, 409, 429) or status >= 500:  # after all `RETRIES`
+                    self.failed = self._error(problem)
+                raise self._error(
+                    problem
+                ) from None  # the client's own error has the server's whole text
             except openai.APIConnectionError as error:
                 cause = str(error.__cause__ or "") or type(error.__cause__ or error).__name__
-                self.failed = self._error(f"no answer ({cause}){_times(error)}")
+                self.failed = self._error(f"no answer ({cause})")
                 raise self.failed from None
             except json.JSONDecodeError as error:
                 raise self._error(f"expected JSON, got {error.doc}") from None
             if not getattr(said, "choices", None):
                 raise self._error(f"expected a completion, got {_as_text(said)}")
             return said
-
-    def _status(self, error: Any) -> str:
-        """A status in words: the server's, and what the reader cannot see."""
-        said = f"status {error.status_code}: {error.response.text or 'nothing'}{_times(error)}"
-        if 300 <= error.status_code < 400:
-            said += (
-                f" (it redirects to {error.response.headers.get('location')}, which is not "
-                "followed: give the address itself, if you trust it with the key)"
-            )
-        if wait := error.response.headers.get("retry-after"):
-            said += f" (it says Retry-After: {wait})"
-        return said
 
     def _check_read(self, said: "Completion", count: int) -> None:
         """Raise UserError if the server has read another number of tokens than the prompt has."""
@@ -270,9 +265,3 @@ def first_named(fields: Sequence[str] | dict[str, Any], said: str) -> str | None
 def _as_text(said: Any) -> str:
     """What a server said, as text: a completion, or what the client could not make one of."""
     return said.to_json(indent=None, warnings=False) if hasattr(said, "to_json") else str(said)
-
-
-def _times(error: Any) -> str:
-    """How often was asked, if more than once: the client counts in a header."""
-    retries = int(error.request.headers.get("x-stainless-retry-count", 0))
-    return f", {retries + 1} times" if retries else ""

@@ -69,7 +69,10 @@ def specification(
     domain = _domain(chart, points)
     last = points.sort_values("x", kind="stable").groupby("line", sort=False).tail(1)
     last = last.set_index("line")
-    names = _names(chart, last["y"], domain, round(0.36 * width / (LETTER * font)))
+    names = {}  # in rows; of what is clipped with the value
+    for line, y in last["y"].items():
+        name = line if y <= domain[1] else f"{line} ↑ {chart.said(y)}"
+        names[line] = textwrap.wrap(name, round(0.36 * width / (LETTER * font)))
     rows = {line: len(name) for line, name in names.items()}
     height = max(height or (300 if width == WIDE else 260), GAP * sum(rows.values()))
     longest = max((len(row) for name in names.values() for row in name), default=0)
@@ -88,9 +91,12 @@ def specification(
         title = f"{chart.y}, log scale"
         axis = alt.Axis(values=round_ticks(*domain), format=",.4~r", labelOverlap=True)
     limits = [float(f"{end:.6g}") for end in domain]
+    across = alt.Axis(values=[*chart.ticks], format=",.9~r", labelOverlap="parity", grid=False)
+    if width < (WIDE + NARROW) / 2:
+        across["tickCount"] = 4
     colour = alt.Color("line:N", scale=by_line(0), legend=None)
     base = alt.Chart(alt.InlineData(values=_records(chart, points))).encode(
-        x=_horizontal(chart, width),
+        x=alt.X("x:Q", title=chart.x, axis=across).scale(type="log", base=2, nice=False),
         y=alt.Y("y:Q", title=title, axis=axis).scale(
             type=kind, domain=limits, nice=False, zero=False
         ),
@@ -103,10 +109,21 @@ def specification(
         layers = [areas.mark_area(opacity=0.15, clip=True), *layers]
     dots = base.transform_filter("datum.mark != 'line'").encode(description="told:N")
     inside = dots.transform_filter(f"datum.y <= {limits[1]}").mark_circle(size=45, opacity=1)
-    layers += [inside, *_marks(chart, points["x"], font)]
+    layers.append(inside)
+    if chart.mark is not None and points["x"].min() <= chart.mark[0] <= points["x"].max():
+        place, name = chart.mark
+        data = alt.Chart(alt.InlineData(values=[{"x": place, "name": name}])).encode(x="x:Q")
+        layers.append(data.mark_rule(color="var(--axis)", strokeDash=[2, 3]))
+        words = data.mark_text(color="var(--soft)", align="left", baseline="bottom", dx=2)
+        layers.append(words.encode(y=alt.value(-4), text="name:N", size=alt.value(font)))
     # The names of the lines beside their ends, down to the labels of the axis, and thin lines that
     # lead to them from ends at the edge. Heights are in pixels, without a scale.
-    ends = _heights(chart, last["y"], domain, height)
+    low, high = domain
+    heights = last["y"]
+    if not chart.shares:
+        low, high = math.log(low), math.log(high)
+        heights = np.log(heights.clip(domain[0]))
+    ends = (height * (high - heights) / (high - low)).to_dict()
     places = spread(ends, height + GAP, rows)
     led = (last["x"] == last["x"].max()) & (last["y"] <= domain[1])
     labels = [
@@ -256,26 +273,6 @@ def _far_above(points: Frame) -> list[str]:
     return []
 
 
-def _names(
-    chart: LineChart, last: Frame, domain: tuple[float, float], letters: int
-) -> dict[str, list[str]]:
-    """What is written beside the lines' ends, in rows: names, and of what is clipped the value."""
-    names = {}
-    for line, y in last.items():
-        name = line if y <= domain[1] else f"{line} ↑ {chart.said(y)}"
-        names[line] = textwrap.wrap(name, letters)
-    return names
-
-
-def _horizontal(chart: LineChart, width: int) -> alt.X:
-    """The horizontal axis and its scale."""
-    scale = alt.Scale(type="log", base=2, nice=False)
-    axis = alt.Axis(values=[*chart.ticks], format=",.9~r", labelOverlap="parity", grid=False)
-    if width < WIDE / 2 + NARROW / 2:
-        axis["tickCount"] = 4
-    return alt.X("x:Q", title=chart.x, scale=scale, axis=axis)
-
-
 def round_ticks(low: float, high: float) -> list[float]:
     """Ticks of a logarithmic axis; Vega has none where it is shorter than a decade."""
     decades = 10.0 ** np.arange(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -285,28 +282,6 @@ def round_ticks(low: float, high: float) -> list[float]:
     rounds += [unit * step * np.arange(1, high / unit + 1) for step in (5, 2, 1)]
     inside = (ticks[(low <= ticks) & (ticks <= high)].tolist() for ticks in rounds)
     return next(ticks for ticks in inside if len(ticks) >= 3)
-
-
-def _marks(chart: LineChart, x: Frame, font: float) -> list[Any]:
-    """The marked place, if it lies among the points, whose ticks say where."""
-    layers: list[Any] = []
-    if chart.mark is not None and x.min() <= chart.mark[0] <= x.max():
-        place, name = chart.mark
-        data = alt.Chart(alt.InlineData(values=[{"x": place, "name": name}])).encode(x="x:Q")
-        layers.append(data.mark_rule(color="var(--axis)", strokeDash=[2, 3]))
-        words = data.mark_text(color="var(--soft)", align="left", baseline="bottom", dx=2)
-        layers.append(words.encode(y=alt.value(-4), text="name:N", size=alt.value(font)))
-    return layers
-
-
-def _heights(
-    chart: LineChart, last: Frame, domain: tuple[float, float], height: int
-) -> dict[str, float]:
-    """Where the lines end, in pixels from the top."""
-    if not chart.shares:
-        domain, last = (math.log(domain[0]), math.log(domain[1])), np.log(last.clip(domain[0]))
-    low, high = domain
-    return (height * (high - last) / (high - low)).to_dict()
 
 
 def spread(places: dict[str, float], height: float, rows: dict[str, int]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from coca_attention.errors import UserError
 from coca_lab.cells import Content
 from coca_lab.files import check_output, write_text
 from coca_lab.report.charts import COLOURS, Palette
-from coca_lab.report.groups import Cells, models_of, tell_apart, without_copies
+from coca_lab.report.groups import models_of, tell_apart, without_copies
 from coca_lab.report.result_files import (
     ResultFile,
     TrainingRun,
@@ -124,11 +124,13 @@ def build_report(contents: Sequence[Content], *, title: str | None = None) -> st
                 drawn[name] = drawing.static_svg(picture, f"s{number}{name[0]}")
         shown.append({"section": section, "drawn": drawn})
     _, light, dark = zip(*COLOURS, strict=True)
-    groups = [
-        (f"{REPORTS[name].title}, {called}", _members(group))
-        for name, group, called in groups_of(tasks)
-        if called
-    ]
+    groups = []  # of what is not comparable, with its models and files
+    for name, group, called in groups_of(tasks):
+        if called:
+            members = ", ".join(models_of(group))
+            sources = ", ".join(dict.fromkeys(cell.file for cell in group if cell.file))
+            members += f" ({sources})" if sources else ""
+            groups.append((f"{REPORTS[name].title}, {called}", members))
     studies = {file.study.title for file in found if file.study}
     if len(studies) == 1:
         title = title or studies.pop()
@@ -162,10 +164,3 @@ def page_sections(tasks: Tasks, runs: Sequence[TrainingRun]) -> list[Section]:
             title = f"{section.title} ({called})" if called else section.title
             sections.append(replace(section, title=title))
     return sections + training_sections(runs)
-
-
-def _members(cells: Cells) -> str:
-    """The models of comparable cells, and the files that they are from."""
-    models = ", ".join(models_of(cells))
-    names = ", ".join(dict.fromkeys(cell.file for cell in cells if cell.file))
-    return f"{models} ({names})" if models and names else models or names
