@@ -180,19 +180,6 @@ def test_a_server_says_how_long_to_wait(tokenizer, waits):
     assert max(waits) < 10  # it does not wait so long
 
 
-@pytest.mark.parametrize("broken", [1, 3])
-def test_a_body_that_breaks_off_is_asked_for_again(tokenizer, broken):
-    half = (200, completion()[1][:20], ("Content-Length", "900"))
-    with server(*[half] * broken, completion()) as (url, read):
-        endpoint = Endpoint(url, "m")
-        if broken == 1:
-            assert endpoint.answers(tokenizer, prompts_of(tokenizer), 7) == [" 12345"]
-        else:
-            with pytest.raises(UserError, match=r"no answer \(.*\)"):
-                endpoint.answers(tokenizer, prompts_of(tokenizer), 7)
-    assert len(read) == min(broken + 1, 3)
-
-
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_no_redirect_takes_the_key_to_another_host(tokenizer, monkeypatch, status):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
