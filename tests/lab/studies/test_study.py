@@ -302,7 +302,7 @@ def test_from_the_command_line_to_a_report(small, finished, tmp_path, capsys):
         ({"seeds": [1, 1]}, "seeds must be different numbers"),
         ({"sizes": {"s": {"seeds": 2}}}, "size s: seeds must be different numbers"),
         ({"options": {"training.seed": 1}}, "training.seed: set seeds"),
-        ({"num_cpus": 0}, "`num_cpus` must be at least 1"),
+        ({"num_cpus": 0}, "num_cpus: must be greater than 0"),
         (
             {
                 "models": {"a": {"model.attention": "rope"}, "b": {"model.attention": "rope"}},
