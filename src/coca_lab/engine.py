@@ -172,7 +172,6 @@ class _Attempt:
     job: Job
     item: Item
     tries: int = 0
-    keys: list[str] = field(default_factory=list)  # as text, of what was missing when it began
 
 
 @dataclass
@@ -208,30 +207,28 @@ class Engine:
         """
         queue = deque(self._begin(jobs))
         running = dict[Future[Outcome], _Attempt]()
-        # Jobs may ask for the same: by the key that is computed, as text, what waits for it.
-        waiting = dict[str, list[_Attempt]]()
         try:
             while queue or running:
                 slots = self.executor.slots
                 while queue and len(running) < slots:
                     attempt = queue.popleft()
                     attempt.item = attempt.item.missing(self.store)
-                    attempt.keys = list(dict.fromkeys(map(as_text, attempt.item.keys)))
-                    computed = next((key for key in attempt.keys if key in waiting), None)
-                    if not attempt.keys:  # computed since for another job
+                    if not attempt.item.keys:  # computed since for another job
                         queue.extendleft(reversed(self._end(attempt, None)))
-                    elif computed is not None:
-                        waiting[computed].append(attempt)
-                    else:
-                        waiting.update((key, []) for key in attempt.keys)
-                        running[self._submitted(attempt.item)] = attempt
+                        continue
+                    try:
+                        future = self.executor.submit(
+                            attempt.item.work, attempt.item.arguments, label=attempt.item.label
+                        )
+                    except Exception as error:  # it cannot be pickled, or no process could start
+                        future = Future[Outcome]()
+                        future.set_exception(error)
+                    running[future] = attempt
                 done, _ = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
                 meanwhile()
                 for future in done:
                     attempt = running.pop(future)
                     error = self._keep(attempt.item, future)
-                    for key in attempt.keys:
-                        queue.extendleft(reversed(waiting.pop(key)))
                     attempt.tries += 1
                     is_final = error is None or isinstance(error, UserError)
                     if not is_final and attempt.tries < ATTEMPTS:
@@ -257,14 +254,6 @@ class Engine:
             if job.has_ended:
                 attempts += self._begin(job.then(None))
         return attempts
-
-    def _submitted(self, item: Item) -> Future[Outcome]:
-        try:
-            return self.executor.submit(item.work, item.arguments, label=item.label)
-        except Exception as error:  # work that cannot be pickled, or no process could be started
-            failed = Future[Outcome]()
-            failed.set_exception(error)
-            return failed
 
     def _keep(self, item: Item, future: Future[Outcome]) -> Exception | None:
         """Keep the values of an item; why that cannot be done."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -139,13 +139,9 @@ def _package_code(extensions: str) -> str:
         if found is not None and found.origin is not None:
             file = Path(found.origin)
             roots.append(file.parent if file.name == "__init__.py" else file)
-    versions = dict[str, str]()
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
     sources = []
     for root in roots:
         every = [root] if root.is_file() else sorted(root.rglob("*"))
         read = [path for path in every if path.is_file() and path.suffix != ".pyc"]
         sources.append([root.name, files_fingerprint(read)])
-    return fingerprint([sources, versions])
+    return fingerprint([sources, {name: version(name) for name in PACKAGES}])

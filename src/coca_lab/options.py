@@ -27,6 +27,7 @@ from jsonargparse import (
 from pydantic import ValidationError
 
 from coca_attention.errors import UserError, did_you_mean, error_prefix
+from coca_lab.old_names import GONE_FIELDS
 from coca_lab.yaml_files import load_yaml, read_yaml
 
 Settings = TypeVar("Settings")
@@ -182,7 +183,8 @@ def _from_file(parser: ArgumentParser, content: Values) -> Namespace:
         if name in names:
             continue
         if name not in sections:
-            raise UserError(f"{name}: there is no such field{did_you_mean(str(name), sections)}")
+            hint = f"there is no such field{did_you_mean(str(name), sections)}"
+            raise UserError(f"{name}: {GONE_FIELDS.get(name, hint)}")
         if not isinstance(value, dict):
             raise UserError(f"{name}: expected fields with their values, got {value!r}")
     try:

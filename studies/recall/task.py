@@ -127,7 +127,7 @@ class RecallCell(Prompts):
 
 
 ANSWERED = Measure(
-    "Associative recall", "share of questions answered", x="tokens of the text", top=1
+    "Associative recall", "share of questions answered", x="tokens of the text", shares=True
 )
 
 

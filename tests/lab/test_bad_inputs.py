@@ -322,7 +322,7 @@ def test_a_study_reads_no_weights_before_everything_is_checked(place, monkeypatc
         ({"models": models}, "model b: .*a weight file is damaged"),
         ({"device": "quantum"}, "`device` 'quantum' is no device of torch"),
         ({"perplexity": {"source": str(place.text), "windows": [16, 10**6]}}, "smaller windows"),
-        ({"models": {"a": str(place.folder / "alibi")}, "scalings": [{"kind": "ntk"}]}, "rotary"),
+        ({"models": {"a": str(place.folder / "alibi")}, "methods": [{"method": "ntk"}]}, "rotary"),
     ):
         assert main(["study", place.study(**fields), "--output", str(place.new())]) == 2
         assert re.search(message, capsys.readouterr().err)

@@ -2,12 +2,11 @@
 
 import os
 import signal
-import sqlite3
 import struct
 import sys
 import threading
 import time
-from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Future
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
 
@@ -16,7 +15,7 @@ import pytest
 from coca_attention.errors import UserError
 from coca_lab import cluster
 from coca_lab.cluster import OnRay
-from coca_lab.engine import Engine, Item, ItemExecutor, Job, compute
+from coca_lab.engine import Engine, Item, ItemExecutor, Job
 from coca_lab.processes import Workers
 from coca_lab.store import Store
 
@@ -57,11 +56,6 @@ def test_a_damaged_file_and_a_full_disk_are_named(tmp_path):
         with pytest.raises(UserError, match=rf"{name} is damaged .*delete it"):
             Store(tmp_path / name)
     path.unlink()
-    with sqlite3.connect(path) as other:
-        other.execute("CREATE TABLE done (key, value)")
-    with Store(path) as store, pytest.raises(UserError, match=r"is damaged .*column.* delete it"):
-        store.put(["a"], [1])
-    path.unlink(missing_ok=True)
     with Store(path) as store:
         store.put(["a"], [1])
         store._db.execute("PRAGMA max_page_count = 4")
@@ -207,74 +201,6 @@ def test_what_follows_from_jobs_is_computed_and_shared(make):
     assert sorted(order) == [*"aabbbc"] and said == ["item 7: no 7"] * 2
     if make is ItemExecutor:  # what follows comes first
         assert order == [*"aabbbc"]
-
-
-class Threads(ItemExecutor):
-    """Computes two items at once, in threads, so that a test sees what runs beside what."""
-
-    def __init__(self):
-        self.pool = ThreadPoolExecutor(2)
-
-    @property
-    def slots(self):
-        return 2
-
-    def submit(self, fn, /, arguments, label=""):
-        return self.pool.submit(compute, fn, arguments)
-
-
-def test_what_two_jobs_ask_for_at_once_is_computed_once():
-    """Whole, or in part as of two methods; what does not depend on it need not wait."""
-    asked, said = [], []
-    third_has_begun = threading.Event()
-
-    def work(numbers):
-        asked.append(numbers)
-        if numbers == [3]:
-            third_has_begun.set()
-        elif numbers == [1]:
-            assert third_has_begun.wait(timeout=60)
-        elif numbers == [4]:
-            raise UserError("four is wrong")
-        return square(numbers)
-
-    def job(*numbers):
-        item = Item([{"square": n} for n in numbers], work, numbers)
-        return Job([item], lambda error: said.append((numbers, str(error))) or ())
-
-    engine = Engine(executor=Threads())
-    engine.follow([job(1), job(1), job(1, 2), job(3), job(4), job(4)])
-    assert sorted(asked) == [[1], [2], [3], [4], [4]]  # what has failed is tried for the other, too
-    assert [engine.store.get({"square": n}) for n in (1, 2, 3)] == [1, 4, 9]
-    failed = ((4,), "four is wrong")
-    done = [((numbers), "None") for numbers in ((1,), (1,), (1, 2), (3,))]
-    assert sorted(said) == sorted([*done, failed, failed])
-
-
-def test_what_waits_is_looked_at_again_only_when_its_key_is_there():
-    """All of it at every end would be thousands of looks here."""
-    others = range(1, 51)
-    left, looks = {*others}, []
-    all_others = threading.Event()
-
-    class Counting(Store):
-        def __contains__(self, key):
-            looks.append(key)
-            return super().__contains__(key)
-
-    def work(numbers):
-        left.discard(numbers[0])
-        if not left:
-            all_others.set()
-        if numbers == [0]:
-            assert all_others.wait(timeout=60)
-        return square(numbers)
-
-    jobs = [Job(items_of(work, [number])) for number in (*[0] * 50, *others)]
-    engine = Engine(Counting(), executor=Threads())
-    engine.follow(jobs)
-    assert engine.store.get({"square": 50}) == 2500 and all(job.has_ended for job in jobs)
-    assert len(looks) == 2 * 100 + 49  # in the beginning, when its turn comes, and after a wait
 
 
 def killing(folder):

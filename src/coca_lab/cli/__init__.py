@@ -9,7 +9,6 @@ import os
 import select
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -115,7 +114,7 @@ def _explain(error: Exception) -> int:
 
 
 def _run(words: list[str]) -> None:
-    """Command the command that the words name, or print what there is."""
+    """Run the command that the words name with its options, or print what there is."""
     for word in words:
         word.encode()  # names of another encoding: no card, result or page could say them
     if words[:1] == ["--version"]:
@@ -131,25 +130,24 @@ def _run(words: list[str]) -> None:
         from coca_lab.engine import import_extensions  # imports cloudpickle
 
         import_extensions()
-    if name == "eval":
-        from coca_lab.settings.evaluations import TASK_OPTIONS  # imports pydantic, of the extra
-
-        lines = {task: options.summary for task, options in TASK_OPTIONS.items()}
-        task = choose("coca eval", words[1:], {"tasks": lines})
-        if task is not None:
-            _run_command(name, f"eval {task}", lines[task], words[2:], [task])
-    else:
-        lines = {n: line for table in groups.values() for n, line in table.items()}
-        _run_command(name, name, lines[name], words[1:], [])
-
-
-def _run_command(
-    name: str, full_name: str, summary: str, words: list[str], arguments: list[str]
-) -> None:
-    """Read the options of a command, and run its function with them behind other arguments."""
-    # Imports pydantic, of the extra.
+    # They import pydantic, of the extra.
     from coca_lab.cli.parsing import as_typed_in, check_paths, parse
+    from coca_lab.settings.evaluations import TASK_OPTIONS
 
+    full_name = name
+    words = words[1:]
+    arguments = []
+    lines = {n: line for table in groups.values() for n, line in table.items()}
+    summary = lines[name]
+    if name == "eval":
+        tasks = {task: options.summary for task, options in TASK_OPTIONS.items()}
+        task = choose("coca eval", words, {"tasks": tasks})
+        if task is None:
+            return
+        full_name = f"eval {task}"
+        words = words[1:]
+        arguments = [task]
+        summary = tasks[task]
     show_messages(full_name, words)
     try:
         values = parse(full_name, summary, words)
@@ -178,9 +176,6 @@ def ends_at_once(then: str) -> Iterator[None]:
         print(f"coca: interrupted: {then}", file=sys.stderr, flush=True)
         os._exit(128 + number)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield  # no other thread may set a handler, and none gets the signal
-        return
     before = signal.signal(signal.SIGINT, end)
     try:
         yield

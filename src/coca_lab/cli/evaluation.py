@@ -7,7 +7,7 @@ from typing import Any
 
 from coca_lab.cli.console import ProgressBar, print_table
 from coca_lab.engine import Engine
-from coca_lab.evaluation import TASKS, Task
+from coca_lab.evaluation import TASKS
 from coca_lab.evaluation.plan import write_cells
 from coca_lab.evaluation.task import Cell
 from coca_lab.files import check_results, no_empty_folders
@@ -17,19 +17,11 @@ from coca_lab.settings.studies import ModelsMethod, Plan
 from coca_lab.store import Store
 
 
-def eval_command(name: str, path: str, *settings: Any) -> None:
-    """Evaluate a model on one task, by its name; ``settings`` as for `run_task`."""
-    run_task(TASKS[name], path, *settings)
-
-
-def run_task(
-    task: Task,
-    path: str,
-    settings: Any,
-    loading: Any,
-    at: EndpointSettings | None = None,
+def eval_command(
+    task_name: str, path: str, settings: Any, loading: Any, at: EndpointSettings | None = None
 ) -> None:
-    """Run one task on one model, and print its results."""
+    """Evaluate a model on one task, and print its results."""
+    task = TASKS[task_name]
     at = at or EndpointSettings()
     name = at.model or loading.name or (path if at.endpoint else Path(path).name)
     method = ModelsMethod()

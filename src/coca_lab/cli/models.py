@@ -1,7 +1,6 @@
 """Commands that turn models into others: extend, convert and export."""
 
 import logging
-from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -181,7 +180,10 @@ def _compare(
     )
     _print_training_length(plain.config, wanted.length)
     if wanted.method == "auto":
-        _print_left_out(refused)
+        for method, error in refused.items():
+            print(f"Not measured: {method} ({error})")
+        named = [f"{row.name} ({row.left_out})" for row in METHODS.values() if row.left_out]
+        print(f"Not measured unless named by --method: {', '.join(named)}")
     # Methods that compute the same share their readings.
     readings = len({str(item.keys) for each in measurements for item in each.items})
     print(f"Measuring {len(methods)} methods: {readings:,} readings of up to {to:,} tokens")
@@ -226,14 +228,6 @@ def _compare(
     shown = [markdown_table(*table) for table in tables]
     report = [reason, *choice.warnings, columns, markdown_table(*found.table()), RULE, BRACKETS]
     return taken, "\n\n".join([*report, *shown])
-
-
-def _print_left_out(refused: Mapping[str, str]) -> None:
-    """Say which methods are not measured, and why."""
-    for method, error in refused.items():
-        print(f"Not measured: {method} ({error})")
-    named = [f"{row.name} ({row.left_out})" for row in METHODS.values() if row.left_out]
-    print(f"Not measured unless named by --method: {', '.join(named)}")
 
 
 def export_command(path: str, target: str, wanted: ExportSettings) -> None:

@@ -8,13 +8,12 @@ place of answers to something else.
 import asyncio
 import json
 import logging
-import math
 import os
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from transformers import PreTrainedTokenizerBase
@@ -40,10 +39,6 @@ NO_PENALTY = {"frequency_penalty": 0, "repetition_penalty": 1, "repeat_penalty":
 SGLang, and llama.cpp call it. A server that refuses one of these names is asked without it."""
 KEY = "OPENAI_API_KEY"
 """The environment variable with the server's key."""
-ECHO = "log probabilities of a prompt need a server that takes echo with logprobs (vLLM, SGLang)"
-
-Question = TypeVar("Question")
-Answer = TypeVar("Answer")
 
 
 @dataclass
@@ -99,64 +94,6 @@ class Endpoint:
             UserError: If the server cannot be reached, refuses a prompt, reads another number of
                 tokens, or says something else than an answer, with its words.
         """
-
-        async def answer(client: "AsyncOpenAI", prompt: Prompt) -> str:
-            sent = as_sent(tokenizer, prompt)
-            said = await self._ask(client, {"prompt": sent, "max_tokens": most})
-            text = getattr(said.choices[0], "text", None)
-            if not isinstance(text, str):
-                raise self._error(f"expected a completion, got {_as_text(said)}")
-            self._check_read(said, len(prompt.ids))
-            return self._without_prompt(tokenizer, prompt, text, most)
-
-        return self._together(answer, prompts)
-
-    def log_probabilities(
-        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
-    ) -> list[list[float]]:
-        """Log probability, in nats, of each token of an answer given the prompt before it.
-
-        Args:
-            prompts: Token ids, at least one each.
-            answers: Token ids of an answer to each prompt.
-
-        Raises:
-            UserError: As `answers`, and if the server returns no log probabilities of a prompt.
-        """
-
-        async def read(
-            client: "AsyncOpenAI", pair: tuple[Sequence[int], Sequence[int]]
-        ) -> list[float]:
-            prompt, answer = pair
-            ids = [*prompt, *answer]
-            # One token more, which is dropped: not every server takes 0.
-            asked = {"prompt": ids, "max_tokens": 1, "echo": True, "logprobs": 1}
-            said = await self._ask(client, asked, advice=ECHO)
-            found = getattr(said.choices[0], "logprobs", None)
-            values = getattr(found, "token_logprobs", None)
-            if not isinstance(values, list):
-                raise self._error(f"{ECHO}, got {_as_text(said)}")
-            self._check_read(said, len(ids))
-            if len(values) not in (len(ids), len(ids) + 1):
-                raise self._error(f"{ECHO}, got {len(values)} for {len(ids)} tokens")
-            wanted = values[len(prompt) : len(ids)]
-            # Round-off may exceed 0; a null stands for a token that has none.
-            if not all(
-                isinstance(each, float | int) and -math.inf < each < 0.01 for each in wanted
-            ):
-                raise self._error(f"expected log probabilities, got {json.dumps(wanted)}")
-            return [float(each) for each in wanted]
-
-        if not all(prompts):
-            raise ValueError("expected prompts of at least one token, got an empty one")
-        return self._together(read, [*zip(prompts, answers, strict=True)])
-
-    def _together(
-        self,
-        ask: Callable[["AsyncOpenAI", Question], Awaitable[Answer]],
-        questions: Sequence[Question],
-    ) -> list[Answer]:
-        """The answers to all questions, so many requests at once; the first error ends all."""
         import openai  # an optional package; anyio comes with it
         from anyio.from_thread import start_blocking_portal
 
@@ -166,7 +103,7 @@ class Endpoint:
             if request.headers.get("x-stainless-retry-count", "0") != "0":
                 self._warn("again", f"no answer, or busy; asking again, up to {RETRIES} times")
 
-        async def ask_all() -> list[Answer]:
+        async def ask_all() -> list[str]:
             http = openai.DefaultAsyncHttpxClient(
                 follow_redirects=False,  # or the key would go where the server says
                 event_hooks={"request": [before]},
@@ -180,14 +117,19 @@ class Endpoint:
             )
             places = asyncio.Semaphore(self.requests)
 
-            async def ask_one(question: Question) -> Answer:
+            async def answer(prompt: Prompt) -> str:
                 async with places:
-                    return await ask(client, question)
+                    said = await self._ask(client, as_sent(tokenizer, prompt), most)
+                text = getattr(said.choices[0], "text", None)
+                if not isinstance(text, str):
+                    raise self._error(f"expected a completion, got {_as_text(said)}")
+                self._check_read(said, len(prompt.ids))
+                return self._without_prompt(tokenizer, prompt, text, most)
 
             async with client:
                 try:
-                    async with asyncio.TaskGroup() as group:
-                        tasks = [group.create_task(ask_one(each)) for each in questions]
+                    async with asyncio.TaskGroup() as group:  # the first error ends all
+                        tasks = [group.create_task(answer(prompt)) for prompt in prompts]
                 except BaseExceptionGroup as errors:
                     raise errors.exceptions[0] from None
             return [task.result() for task in tasks]
@@ -198,10 +140,8 @@ class Endpoint:
         with start_blocking_portal() as portal:
             return portal.call(ask_all)
 
-    async def _ask(
-        self, client: "AsyncOpenAI", body: dict[str, Any], advice: str = ""
-    ) -> "Completion":
-        """The completion, of one choice or more, to a request; with advice for a refusal."""
+    async def _ask(self, client: "AsyncOpenAI", prompt: str | list[int], most: int) -> "Completion":
+        """The completion, of one choice or more, of a prompt by at most so many tokens."""
         import openai  # an optional package
 
         while True:
@@ -211,7 +151,11 @@ class Endpoint:
             try:
                 async with asyncio.timeout(TRIES * self.timeout):
                     said = await client.completions.create(
-                        model=self.model, temperature=0, **body, extra_body=guards
+                        model=self.model,
+                        prompt=prompt,
+                        max_tokens=most,
+                        temperature=0,
+                        extra_body=guards,
                     )
             except TimeoutError:
                 self.failed = self._error(
@@ -226,31 +170,26 @@ class Endpoint:
                     self.refused.add(named)
                     self._warn(named, f"it takes no {named}, and is asked without")
                     continue
-                problem = self._error(self._status(error) + (f" ({advice})" if advice else ""))
-                if status in (408, 409, 429) or status >= 500:
-                    self.failed = problem
-                raise problem from None  # the client's own error has the server's whole text
+                problem = f"status {status}: {error.response.text or 'nothing'}"
+                if 300 <= status < 400:
+                    problem += (
+                        f" (it redirects to {error.response.headers.get('location')}, which is not "
+                        "followed: give the address itself, if you trust it with the key)"
+                    )
+                if status in (408, 409, 429) or status >= 500:  # after all `RETRIES`
+                    self.failed = self._error(problem)
+                raise self._error(
+                    problem
+                ) from None  # the client's own error has the server's whole text
             except openai.APIConnectionError as error:
                 cause = str(error.__cause__ or "") or type(error.__cause__ or error).__name__
-                self.failed = self._error(f"no answer ({cause}){_times(error)}")
+                self.failed = self._error(f"no answer ({cause})")
                 raise self.failed from None
             except json.JSONDecodeError as error:
                 raise self._error(f"expected JSON, got {error.doc}") from None
             if not getattr(said, "choices", None):
                 raise self._error(f"expected a completion, got {_as_text(said)}")
             return said
-
-    def _status(self, error: Any) -> str:
-        """A status in words: the server's, and what the reader cannot see."""
-        said = f"status {error.status_code}: {error.response.text or 'nothing'}{_times(error)}"
-        if 300 <= error.status_code < 400:
-            said += (
-                f" (it redirects to {error.response.headers.get('location')}, which is not "
-                "followed: give the address itself, if you trust it with the key)"
-            )
-        if wait := error.response.headers.get("retry-after"):
-            said += f" (it says Retry-After: {wait})"
-        return said
 
     def _check_read(self, said: "Completion", count: int) -> None:
         """Raise UserError if the server has read another number of tokens than the prompt has."""
@@ -326,9 +265,3 @@ def first_named(fields: Sequence[str] | dict[str, Any], said: str) -> str | None
 def _as_text(said: Any) -> str:
     """What a server said, as text: a completion, or what the client could not make one of."""
     return said.to_json(indent=None, warnings=False) if hasattr(said, "to_json") else str(said)
-
-
-def _times(error: Any) -> str:
-    """How often was asked, if more than once: the client counts in a header."""
-    retries = int(error.request.headers.get("x-stainless-retry-count", 0))
-    return f", {retries + 1} times" if retries else ""

@@ -48,11 +48,9 @@ class LineChart:
             ``dash`` (lengths of dashes and gaps, such as "6 3") and ``mark`` ("line" or "both").
         x: Title of the horizontal axis.
         y: Title of the vertical axis.
-        ticks: Where to label the horizontal axis, which is then logarithmic to base 2.
-        log_y: Whether the vertical axis is logarithmic.
-        top: Upper end of a linear vertical axis that begins at 0.
+        ticks: Where to label the horizontal axis, which is logarithmic to base 2.
+        shares: Whether the vertical axis is linear, from 0 to 100 %; otherwise it is logarithmic.
         mark: A place on the horizontal axis, and its name.
-        level: A value on the vertical axis at which a line is drawn.
         bars: Whether intervals are drawn, and not only told on hovering.
     """
 
@@ -60,10 +58,8 @@ class LineChart:
     x: str
     y: str
     ticks: Sequence[float] = ()
-    log_y: bool = False
-    top: float | None = None
+    shares: bool = False
     mark: tuple[float, str] | None = None
-    level: float | None = None
     bars: bool = True
 
     def drawn(self) -> Frame:
@@ -82,7 +78,7 @@ class LineChart:
     def _chosen(self, points: Frame, names: dict[str, str]) -> list[str]:
         """`MOST` lines: the best at the end, then one of every method, then a second."""
         far = points[points["x"] == points["x"].max()].set_index("line")["y"]
-        best = far.idxmax() if self.top else far.idxmin()
+        best = far.idxmax() if self.shares else far.idxmin()
         seen: Counter[int | str] = Counter()
         turns = {}
         for line in [best, *(name for name in names if name != best)]:
@@ -94,7 +90,7 @@ class LineChart:
 
     def said(self, y: float) -> str:
         """A figure as the vertical axis has it: in percent, or as a number."""
-        return f"{y:.0%}" if self.top == 1 else f"{y:,.4g}"
+        return f"{y:.0%}" if self.shares else f"{y:,.4g}"
 
     def words(self) -> str:
         """What the chart shows, for screen readers: its axes, and the ends of every line."""

@@ -69,7 +69,10 @@ def specification(
     domain = _domain(chart, points)
     last = points.sort_values("x", kind="stable").groupby("line", sort=False).tail(1)
     last = last.set_index("line")
-    names = _names(chart, last["y"], domain, round(0.36 * width / (LETTER * font)))
+    names = {}  # in rows; of what is clipped with the value
+    for line, y in last["y"].items():
+        name = line if y <= domain[1] else f"{line} ↑ {chart.said(y)}"
+        names[line] = textwrap.wrap(name, round(0.36 * width / (LETTER * font)))
     rows = {line: len(name) for line, name in names.items()}
     height = max(height or (300 if width == WIDE else 260), GAP * sum(rows.values()))
     longest = max((len(row) for name in names.values() for row in name), default=0)
@@ -79,13 +82,22 @@ def specification(
         values = [look[index] for look in looks.values()]
         return alt.Scale(type="ordinal", domain=[*looks], range=values)
 
-    kind = "log" if chart.log_y else "linear"
-    title = f"{chart.y}, log scale" if chart.log_y else chart.y
+    if chart.shares:
+        kind = "linear"
+        title = chart.y
+        axis = alt.Axis(values=[0, 0.25, 0.5, 0.75, 1], format="%")
+    else:
+        kind = "log"
+        title = f"{chart.y}, log scale"
+        axis = alt.Axis(values=round_ticks(*domain), format=",.4~r", labelOverlap=True)
     limits = [float(f"{end:.6g}") for end in domain]
+    across = alt.Axis(values=[*chart.ticks], format=",.9~r", labelOverlap="parity", grid=False)
+    if width < (WIDE + NARROW) / 2:
+        across["tickCount"] = 4
     colour = alt.Color("line:N", scale=by_line(0), legend=None)
     base = alt.Chart(alt.InlineData(values=_records(chart, points))).encode(
-        x=_horizontal(chart, width),
-        y=alt.Y("y:Q", title=title, axis=_axis(*domain, chart)).scale(
+        x=alt.X("x:Q", title=chart.x, axis=across).scale(type="log", base=2, nice=False),
+        y=alt.Y("y:Q", title=title, axis=axis).scale(
             type=kind, domain=limits, nice=False, zero=False
         ),
         color=colour,
@@ -97,10 +109,21 @@ def specification(
         layers = [areas.mark_area(opacity=0.15, clip=True), *layers]
     dots = base.transform_filter("datum.mark != 'line'").encode(description="told:N")
     inside = dots.transform_filter(f"datum.y <= {limits[1]}").mark_circle(size=45, opacity=1)
-    layers += [inside, *_marks(chart, points["x"], font)]
+    layers.append(inside)
+    if chart.mark is not None and points["x"].min() <= chart.mark[0] <= points["x"].max():
+        place, name = chart.mark
+        data = alt.Chart(alt.InlineData(values=[{"x": place, "name": name}])).encode(x="x:Q")
+        layers.append(data.mark_rule(color="var(--axis)", strokeDash=[2, 3]))
+        words = data.mark_text(color="var(--soft)", align="left", baseline="bottom", dx=2)
+        layers.append(words.encode(y=alt.value(-4), text="name:N", size=alt.value(font)))
     # The names of the lines beside their ends, down to the labels of the axis, and thin lines that
     # lead to them from ends at the edge. Heights are in pixels, without a scale.
-    ends = _heights(chart, last["y"], domain, height)
+    low, high = domain
+    heights = last["y"]
+    if not chart.shares:
+        low, high = math.log(low), math.log(high)
+        heights = np.log(heights.clip(domain[0]))
+    ends = (height * (high - heights) / (high - low)).to_dict()
     places = spread(ends, height + GAP, rows)
     led = (last["x"] == last["x"].max()) & (last["y"] <= domain[1])
     labels = [
@@ -221,70 +244,33 @@ def _domain(chart: LineChart, points: Frame) -> tuple[float, float]:
 
     Lines far above all others are not fitted in, so that the others can be told apart.
     """
-    if chart.top is not None:
-        return -0.02 * chart.top, 1.04 * chart.top
-    near = points[~points["line"].isin(_far_above(chart, points))]
+    if chart.shares:
+        return -0.02, 1.04
+    near = points[~points["line"].isin(_far_above(points))]
     values = near[["y", "low", "high"] if chart.bars else ["y"]].to_numpy(dtype=float)
     values = np.append(values, points["y"].min())
-    values = values[np.isfinite(values) & ((values > 0) | (not chart.log_y))]
+    values = values[np.isfinite(values) & (values > 0)]
     if not values.size:
         return 0.1, 1.0
-    values = np.append(values, [] if chart.level is None else chart.level)
     low = float(values.min())
     high = float(values.max())
-    if chart.log_y:
-        middle = math.sqrt(low * high)
-        reach = max(math.sqrt(high / low) * 1.03, 1 + LEAST)
-        return middle / reach, middle * reach
-    middle = (low + high) / 2
-    reach = max((high - low) * 0.52, LEAST * abs(middle)) or 1.0
-    return middle - reach, middle + reach
+    middle = math.sqrt(low * high)
+    reach = max(math.sqrt(high / low) * 1.03, 1 + LEAST)
+    return middle / reach, middle * reach
 
 
-def _far_above(chart: LineChart, points: Frame) -> list[str]:
+def _far_above(points: Frame) -> list[str]:
     """The fewest lines without which the axis can be `FAR` times shorter, if these are the fewer.
 
     At least three others remain.
     """
-    shown = points[(points["y"] > 0) | (not chart.log_y)]
-    heights = np.log(shown["y"]) if chart.log_y else shown["y"]
+    shown = points[points["y"] > 0]
+    heights = np.log(shown["y"])
     tops = heights.groupby(shown["line"]).max().sort_values() - heights.min()
     for kept in range(len(tops) - 1, max(2, len(tops) // 2), -1):
         if FAR * tops.iloc[kept - 1] < tops.iloc[-1]:
             return tops.index[kept:].tolist()
     return []
-
-
-def _names(
-    chart: LineChart, last: Frame, domain: tuple[float, float], letters: int
-) -> dict[str, list[str]]:
-    """What is written beside the lines' ends, in rows: names, and of what is clipped the value."""
-    names = {}
-    for line, y in last.items():
-        name = line if y <= domain[1] else f"{line} ↑ {chart.said(y)}"
-        names[line] = textwrap.wrap(name, letters)
-    return names
-
-
-def _horizontal(chart: LineChart, width: int) -> alt.X:
-    """The horizontal axis and its scale."""
-    scale = alt.Scale(nice=False, zero=False)
-    axis = alt.Axis(format=",.9~r", grid=False)
-    if chart.ticks:
-        scale = alt.Scale(type="log", base=2, nice=False)
-        axis = alt.Axis(values=[*chart.ticks], format=",.9~r", labelOverlap="parity", grid=False)
-    if width < WIDE / 2 + NARROW / 2:
-        axis["tickCount"] = 4
-    return alt.X("x:Q", title=chart.x, scale=scale, axis=axis)
-
-
-def _axis(low: float, high: float, chart: LineChart) -> alt.Axis:
-    """An axis with few round labels."""
-    if chart.top == 1:
-        return alt.Axis(values=[0, 0.25, 0.5, 0.75, 1], format="%")
-    if not chart.log_y:
-        return alt.Axis(format=",.6~r", tickCount=5)
-    return alt.Axis(values=round_ticks(low, high), format=",.4~r", labelOverlap=True)
 
 
 def round_ticks(low: float, high: float) -> list[float]:
@@ -296,31 +282,6 @@ def round_ticks(low: float, high: float) -> list[float]:
     rounds += [unit * step * np.arange(1, high / unit + 1) for step in (5, 2, 1)]
     inside = (ticks[(low <= ticks) & (ticks <= high)].tolist() for ticks in rounds)
     return next(ticks for ticks in inside if len(ticks) >= 3)
-
-
-def _marks(chart: LineChart, x: Frame, font: float) -> list[Any]:
-    """The marked level, and the place if it lies among the points, whose ticks say where."""
-    layers: list[Any] = []
-    if chart.level is not None:
-        data = alt.Chart(alt.InlineData(values=[{"y": chart.level}]))
-        layers.append(data.mark_rule(color="var(--soft)", strokeDash=[2, 3]).encode(y="y:Q"))
-    if chart.mark is not None and x.min() <= chart.mark[0] <= x.max():
-        place, name = chart.mark
-        data = alt.Chart(alt.InlineData(values=[{"x": place, "name": name}])).encode(x="x:Q")
-        layers.append(data.mark_rule(color="var(--axis)", strokeDash=[2, 3]))
-        words = data.mark_text(color="var(--soft)", align="left", baseline="bottom", dx=2)
-        layers.append(words.encode(y=alt.value(-4), text="name:N", size=alt.value(font)))
-    return layers
-
-
-def _heights(
-    chart: LineChart, last: Frame, domain: tuple[float, float], height: int
-) -> dict[str, float]:
-    """Where the lines end, in pixels from the top."""
-    if chart.log_y:
-        domain, last = (math.log(domain[0]), math.log(domain[1])), np.log(last.clip(domain[0]))
-    low, high = domain
-    return (height * (high - last) / (high - low)).to_dict()
 
 
 def spread(places: dict[str, float], height: float, rows: dict[str, int]) -> dict[str, float]:

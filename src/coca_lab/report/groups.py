@@ -1,10 +1,9 @@
 """Which results may be compared: those on the same text, prompts and questions."""
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
 
 from coca_lab.cells import CheckedCell, Facts, Figure, Record
 from coca_lab.report.result_files import IN_FOLDERS, TrainingRun
@@ -15,15 +14,6 @@ PLACE = (
 )  # fmt: skip
 """Fields that tell a model's cells apart."""
 Cells = list[CheckedCell]
-T = TypeVar("T")
-
-
-def grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> dict[Any, list[T]]:
-    """Items by a key, the keys in the order of their first items."""
-    groups: dict[Hashable, list[T]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups
 
 
 def comparable(cells: Sequence[CheckedCell]) -> list[Cells]:
@@ -31,20 +21,17 @@ def comparable(cells: Sequence[CheckedCell]) -> list[Cells]:
 
     The models of a study, of several seeds or sizes, are compared with one another alone.
     """
-    figures = grouped((cell for cell in cells if isinstance(cell, Figure)), lambda cell: cell.file)
-    studies = {
-        file
-        for file, trials in figures.items()
-        if len({(cell.training_seed, cell.size) for cell in trials}) > 1
-    }
-
-    def alone(cell: CheckedCell) -> tuple[Cells, Facts]:
-        facts = {"study": cell.file} if cell.file in studies else {"study": "", **cell.facts}
-        return [cell], facts
-
+    trials: defaultdict[str, set[tuple[int | None, str]]] = defaultdict(set)
+    for cell in cells:
+        if isinstance(cell, Figure):
+            trials[cell.file].add((cell.training_seed, cell.size))
     # The cells of one file and model stay together, unless they differ in a fact themselves.
-    units = grouped(cells, lambda cell: (cell.file, cell.model)).values()
-    parts = chain.from_iterable(_merged(map(alone, unit)) for unit in units)
+    units: defaultdict[tuple[str, str], list[tuple[Cells, Facts]]] = defaultdict(list)
+    for cell in cells:
+        is_of_study = len(trials[cell.file]) > 1
+        facts = {"study": cell.file} if is_of_study else {"study": "", **cell.facts}
+        units[cell.file, cell.model].append(([cell], facts))
+    parts = chain.from_iterable(map(_merged, units.values()))
     return [group for group, _ in _merged(parts)]
 
 

@@ -16,7 +16,7 @@ from coca_attention.errors import UserError
 from coca_lab.cells import Figure
 from coca_lab.intervals import DocumentScore, differences, mean_nats, nats_interval
 from coca_lab.report.charts import MOST, Frame, LineChart
-from coca_lab.report.section import Entry, Section, number, signed, times
+from coca_lab.report.section import Entry, Section, number, signed
 
 SCALING_NAMES = {
     "linear": "PI",
@@ -68,7 +68,7 @@ class Measure:
         name: Of the figure, as in a sentence.
         x: What the length is.
         form: A figure as text; shares are in percent, as on their axes.
-        top: The largest figure, which is the best one; without, the lowest is best.
+        shares: Whether they are shares, of which the largest is best; otherwise the lowest is.
         ratios: Whether figures are compared by their ratio, as perplexities are, and not by their
             difference; the mean of seeds is then the geometric one.
     """
@@ -77,7 +77,7 @@ class Measure:
     name: str
     x: str
     form: Callable[[float], str] = "{:.0%}".format
-    top: float | None = None
+    shares: bool = False
     ratios: bool = False
 
 
@@ -92,9 +92,9 @@ PASSKEYS = Measure(
     "Passkeys found, by prompt length",
     "share of passkeys found",
     x="prompt length in tokens",
-    top=1,
+    shares=True,
 )
-RULER = Measure("RULER", "RULER score", x="tokens of prompt and answer", top=1)
+RULER = Measure("RULER", "RULER score", x="tokens of prompt and answer", shares=True)
 NEEDLES = Measure(
     "Needles by log probability", "nats a digit", x="tokens of the text", form="{:.2f}".format
 )
@@ -187,25 +187,21 @@ def length_section(frame: Frame, measure: Measure, title: str, caption: str) -> 
     chart = LineChart(
         frame,
         measure.x,
-        measure.name if measure.top else f"{measure.name} (lower is better)",
+        measure.name if measure.shares else f"{measure.name} (lower is better)",
         ticks=lengths,
-        log_y=not measure.top,
-        top=measure.top,
+        shares=measure.shares,
         mark=(trained, "training context") if trained else None,
         # Beside paired differences, intervals over documents say less of which line is lower.
         bars=paired is None,
     )
     header: list[str | Entry] = [f"{measure.name} at"]
     for length in lengths:
-        multiple = f"{times(length / trained)} ×" if trained else ""
+        multiple = f"{length / trained:,.4g} ×" if trained else ""
         header.append(Entry(f"{length:,}", multiple))
     entries = _entries(frame, measure)
     rows: list[list[str | Entry]] = []
-    muted = []
-    for line, part in frame.groupby("line", sort=False):
-        if part["scaling"].iloc[0] == SHORT:
-            muted.append(len(rows))
-        rows.append([str(line), *(entries.get((line, length), "–") for length in lengths)])
+    for line in frame["line"].unique():
+        rows.append([line, *(entries.get((line, length), "–") for length in lengths)])
     if paired is not None:
         name, by_line = paired
         header.append(name)
@@ -217,14 +213,14 @@ def length_section(frame: Frame, measure: Measure, title: str, caption: str) -> 
     drawn = chart.drawn()["line"].nunique()
     if drawn == MOST and drawn < len(rows):
         caption += f" The chart has {drawn} of {len(rows)} lines."
-    return Section(title, chart=chart, header=header, rows=rows, note=caption.strip(), muted=muted)
+    return Section(title, chart=chart, header=header, rows=rows, note=caption.strip())
 
 
 def _entries(frame: Frame, measure: Measure) -> dict[tuple[str, int], Entry]:
     """By line and length, the figure with its interval; the best of unlike ones is bold."""
     figures = frame.groupby("x")["y"]
-    best = figures.agg("max" if measure.top else "min").map(measure.form)
-    worst = figures.agg("min" if measure.top else "max").map(measure.form)
+    best = figures.agg("max" if measure.shares else "min").map(measure.form)
+    worst = figures.agg("min" if measure.shares else "max").map(measure.form)
     entries = {}
     for row in frame.itertuples():
         shown = measure.form(row.y)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from urllib.parse import quote
 
 from jinja2 import Environment, StrictUndefined
 
@@ -13,7 +12,7 @@ from coca_attention.errors import UserError
 from coca_lab.cells import Content
 from coca_lab.files import check_output, write_text
 from coca_lab.report.charts import COLOURS, Palette
-from coca_lab.report.groups import Cells, models_of, tell_apart, without_copies
+from coca_lab.report.groups import models_of, tell_apart, without_copies
 from coca_lab.report.result_files import (
     ResultFile,
     TrainingRun,
@@ -28,24 +27,6 @@ from coca_lab.yaml_files import dump_yaml
 
 MARK = "--page: #fff; --text: #1b1b1b;"
 """In the style of every page, those of earlier versions included."""
-GLOSSARY = {  # words in names of models, scalings or forms, and what a reader needs to know
-    "Roles": (
-        ["Roles", "roles"],
-        "local layers with a short window, then one that sees all, without positions",
-    ),
-    "Native": (
-        ["Native", "native"],
-        "roles without temperature and decay, an architecture of Transformers and llama.cpp",
-    ),
-    "RoFormer": (["RoFormer"], "rotary positions (RoPE)"),
-    "Slack, strict": (["slack", "strict"], "CoCA by the paper’s Eq. 10 and Eq. 9"),
-    "Last n tokens only": (["attend-last"], "the text before them is left out"),
-    "NTK, YaRN, PI": (
-        ["ntk", "yarn", "linear", "dynamic"],
-        "frequencies rescaled by the factor in brackets, without training",
-    ),
-}
-"""Of the names that pages of this project have."""
 
 
 def write_report(
@@ -61,7 +42,7 @@ def write_report(
     Args:
         paths: Result files of ``coca eval`` and others, or folders (see `read_results`).
         output: The HTML file.
-        title: Heading of the page; by default the study's, or what was measured.
+        title: Heading of the page; by default that of the study, or what was measured.
         paper: Also show the paper's Tables 1 to 4.
         figures: Folder for every chart as SVG, PDF and PNG; by default there are none.
 
@@ -71,22 +52,21 @@ def write_report(
     output = Path(output)
     check_output(output, "page of coca report", lambda text: MARK in text)
     contents = read_results(paths)
-    page = build_report(contents, title=title, paper=paper)
+    if paper:
+        contents += paper_figures()
+    page = build_report(contents, title=title)
     if figures is not None:
-        write_figures(contents, figures, paper=paper)
+        write_figures(contents, figures)
     write_text(output, page)
     return output
 
 
-def write_figures(
-    contents: Sequence[Content], folder: str | Path, *, paper: bool = False
-) -> list[Path]:
+def write_figures(contents: Sequence[Content], folder: str | Path) -> list[Path]:
     """Write every chart of a page as SVG, PDF and PNG, for a column of a paper.
 
     Args:
         contents: Of result files.
         folder: Is made; files with the same names are replaced.
-        paper: Also those of the paper's figures.
 
     Returns:
         The files, named after the charts' titles.
@@ -98,10 +78,9 @@ def write_figures(
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    found = [*parsed(contents), *parsed(paper_figures() if paper else ())]
     palette: Palette = {}
     written = []
-    for number, section in enumerate(page_sections(*tasks_and_runs(found)), 1):
+    for number, section in enumerate(page_sections(*tasks_and_runs(parsed(contents))), 1):
         if section.chart is None:
             continue
         words = re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-")
@@ -113,41 +92,55 @@ def write_figures(
     return written
 
 
-def build_report(
-    contents: Sequence[Content], *, title: str | None = None, paper: bool = False
-) -> str:
+def build_report(contents: Sequence[Content], *, title: str | None = None) -> str:
     """HTML of the page from the contents of result files.
 
     Raises:
         UserError: If there is nothing to show, or a result lacks a required field.
     """
-    own = parsed(contents)
-    found = [*own, *parsed(paper_figures() if paper else ())]
+    from coca_lab.report import drawing  # here, since Altair takes half a second
+
+    found = parsed(contents)
     tasks, runs = tasks_and_runs(found)
     sections = page_sections(tasks, runs)
     if not sections:
-        others = {str(cell.get("task")) for file in own for cell in file.results}
+        others = {str(cell.get("task")) for file in found for cell in file.results}
         raise UserError(
             "the result files hold neither results that the report shows nor training runs"
             + (f"; they are of {', '.join(sorted(others))}" if others else "")
         )
-    every = [each for file in found for each in (file.environment, *file.environments) if each]
-    environments = [each for n, each in enumerate(every) if each not in every[:n]]
+    environments = []
+    for file in found:
+        if file.environment and file.environment not in environments:
+            environments.append(file.environment)
     palette: Palette = {}
-    shown = [_shown(section, number, palette) for number, section in enumerate(sections, 1)]
+    shown = []
+    for number, section in enumerate(sections, 1):
+        drawn = {}
+        if section.chart:
+            drawn["words"] = f"{section.title}. {section.chart.words()}"
+            for name, width in {"wide": drawing.WIDE, "narrow": drawing.NARROW}.items():
+                picture = drawing.specification(section.chart, palette, width)
+                drawn[name] = drawing.static_svg(picture, f"s{number}{name[0]}")
+        shown.append({"section": section, "drawn": drawn})
     _, light, dark = zip(*COLOURS, strict=True)
-    groups = [
-        (f"{REPORTS[name].title}, {called}", _members(group))
-        for name, group, called in groups_of(tasks)
-        if called
-    ]
+    groups = []  # of what is not comparable, with its models and files
+    for name, group, called in groups_of(tasks):
+        if called:
+            members = ", ".join(models_of(group))
+            sources = ", ".join(dict.fromkeys(cell.file for cell in group if cell.file))
+            members += f" ({sources})" if sources else ""
+            groups.append((f"{REPORTS[name].title}, {called}", members))
+    studies = {file.study.title for file in found if file.study}
+    if len(studies) == 1:
+        title = title or studies.pop()
+    measured = " · ".join(REPORTS[name].title for name in tasks) or "Training"
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     source = files("coca_lab.report").joinpath("page.html.j2").read_text(encoding="utf-8")
     return template.from_string(source).render(
-        title=title or _title(own, tasks, runs),
+        title=title or measured,
         palettes={"light": light, "dark": dark},
         failures=[each for file in found for each in file.failures.items()],
-        words=glossary(tasks),
         groups=groups,
         sections=shown,
         recipes={run.model: dump_yaml(run.recipe) for run in runs if run.recipe},
@@ -171,55 +164,3 @@ def page_sections(tasks: Tasks, runs: Sequence[TrainingRun]) -> list[Section]:
             title = f"{section.title} ({called})" if called else section.title
             sections.append(replace(section, title=title))
     return sections + training_sections(runs)
-
-
-def glossary(tasks: Tasks) -> dict[str, str]:
-    """What the names on the page mean, of those that have a meaning here."""
-    cells = _cells(tasks)
-    kinds = {f"{getattr(cell, 'scaling', '')} {cell.attention}" for cell in cells}
-    said = " ".join([*models_of(cells), *kinds])
-    return {
-        name: text
-        for name, (words, text) in GLOSSARY.items()
-        if any(re.search(rf"\b{word}", said) for word in words)
-    }
-
-
-def _shown(section: Section, number: int, palette: Palette) -> dict[str, object]:
-    """The section, its pictures, and its table as CSV."""
-    table = f"data:text/csv;charset=utf-8,{quote(section.csv())}" if section.rows else ""
-    drawn = {}
-    if section.chart:
-        from coca_lab.report import drawing  # here, since Altair takes half a second
-
-        drawn["words"] = f"{section.title}. {section.chart.words()}"
-        for name, width in {"wide": drawing.WIDE, "narrow": drawing.NARROW}.items():
-            picture = drawing.specification(section.chart, palette, width)
-            drawn[name] = drawing.static_svg(picture, f"s{number}{name[0]}")
-    return {"section": section, "drawn": drawn, "csv": table}
-
-
-def _members(cells: Cells) -> str:
-    """The models of comparable cells, and the files that they are from."""
-    models = ", ".join(models_of(cells))
-    names = ", ".join(dict.fromkeys(cell.file for cell in cells if cell.file))
-    return f"{models} ({names})" if models and names else models or names
-
-
-def _cells(tasks: Tasks) -> Cells:
-    return [cell for groups in tasks.values() for group in groups for cell in group]
-
-
-def _title(contents: Sequence[ResultFile], tasks: Tasks, runs: Sequence[TrainingRun]) -> str:
-    """The study's, if all is from one; else what was measured, and of which models."""
-    studies = {content.study.title if content.study else "" for content in contents}
-    if len(studies) == 1 and any(studies):
-        return studies.pop()
-    titles = [REPORTS[name].title for name in tasks]
-    what = "Training"
-    if titles:
-        what = " · ".join(titles) if len(titles) < 3 else "Long context"
-    names = models_of(_cells(tasks) or runs)
-    if len(names) > 3:
-        names = [*names[:2], f"{len(names) - 2} more"]
-    return f"{what}: {', '.join(names)}" if names else what

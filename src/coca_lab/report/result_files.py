@@ -87,7 +87,6 @@ class ResultFile(Record):
     results: list[Content] = []
     training: list[TrainingRun] = []
     environment: Environment | None = None
-    environments: list[Environment] = []
     study: StudyRecord | None = None
 
 

@@ -1,15 +1,10 @@
 """What the page is made of, and how numbers are written in it."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import pandas as pd
-
 from coca_lab.report.charts import LineChart
-
-Table = tuple[Sequence["str | Entry"], Sequence[Sequence["str | Entry"]]]
-"""Header and rows."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +35,6 @@ class Section:
         header: Header of the table.
         rows: Rows of the table, which the terminal shows, too.
         note: The caption: conditions in fixed words, and numbers.
-        muted: Indices of rows to show in grey.
     """
 
     title: str
@@ -48,29 +42,11 @@ class Section:
     header: Sequence[str | Entry] = ()
     rows: Sequence[Sequence[str | Entry]] = ()
     note: str = ""
-    muted: Collection[int] = ()
-
-    def csv(self) -> str:
-        """The table as CSV; smaller lines have columns of their own where rows have any."""
-        columns: list[list[str]] = []
-        for header, *entries in zip(self.header, *self.rows, strict=True):
-            columns.append([str(header), *map(str, entries)])
-            small = [getattr(entry, "small", "") for entry in (header, *entries)]
-            if any(small[1:]):
-                columns.append(small)
-        return pd.DataFrame(zip(*columns, strict=True)).to_csv(header=False, index=False)
 
 
 def signed(value: float, digits: str) -> str:
     """A number with its sign, a minus sign for negative ones; format such as ``.2f`` or ``.1%``."""
     return f"{value:+{digits}}".replace("-", "−")
-
-
-def times(ratio: float) -> str:
-    """A multiple as one says it: 7.8 for 7.8125, but 0.125 and 1,024 as they are."""
-    if ratio == float(f"{ratio:.3g}"):
-        return f"{ratio:,.10g}"
-    return f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
 
 
 def number(value: float) -> str:

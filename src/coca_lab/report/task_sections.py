@@ -62,20 +62,11 @@ class TaskReport:
     Attributes:
         sections: From comparable cells, of the type that `coca_lab.cells.CELLS` has for the task,
             to sections of the page; the terminal shows their tables.
-        title: Heading of a page that has no other task.
+        title: What the task measures, for the heading of a page.
     """
 
     sections: Callable[[Any], list[Section]]
     title: str = "Long context"
-
-
-def perplexity_points(cells: Sequence[Perplexity]) -> list[Point]:
-    """The perplexity of every cell, by window."""
-    points = []
-    for cell in cells:
-        scores = [document.score for document in cell.documents]
-        points.append(Point(cell, cell.window, cell.perplexity, cell.ci95, scores=scores))
-    return points
 
 
 def perplexity_sections(cells: Sequence[Perplexity]) -> list[Section]:
@@ -83,7 +74,11 @@ def perplexity_sections(cells: Sequence[Perplexity]) -> list[Section]:
     caption = seeds_caption(cells, mean="Geometric means")
     if not caption:
         caption = _documents_caption([cell for cell in cells if cell.scaling != SHORT] or cells)
-    frame = frame_of(perplexity_points(cells), PERPLEXITY)
+    points = []
+    for cell in cells:
+        scores = [document.score for document in cell.documents]
+        points.append(Point(cell, cell.window, cell.perplexity, cell.ci95, scores=scores))
+    frame = frame_of(points, PERPLEXITY)
     sections = length_sections(frame, PERPLEXITY, caption)
     short = replace(PERPLEXITY, title="Perplexity")
     copies = [point for cell in cells for point in _copies(cell)]
@@ -204,15 +199,10 @@ def _needle_part(
     return Point(cell, cell.length, figures.nats, figures.ci95, kind, scores), figures
 
 
-def passkey_points(cells: Sequence[Passkey]) -> list[Point]:
-    """The share of every cell, by prompt length."""
-    return [Point(cell, cell.length, cell.accuracy, cell.wilson95) for cell in cells]
-
-
 def passkey_sections(cells: Sequence[Passkey]) -> list[Section]:
     """The share found, by prompt length."""
-    frame = frame_of(passkey_points(cells), PASSKEYS)
-    return length_sections(frame, PASSKEYS, prompts_caption(cells))
+    points = [Point(cell, cell.length, cell.accuracy, cell.wilson95) for cell in cells]
+    return length_sections(frame_of(points, PASSKEYS), PASSKEYS, prompts_caption(cells))
 
 
 def ruler_sections(cells: Sequence[Ruler]) -> list[Section]:

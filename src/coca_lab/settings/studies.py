@@ -1,6 +1,6 @@
 """Which tasks and methods measure models, and which models a study has."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
@@ -9,8 +9,6 @@ from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
 from coca_attention.errors import UserError
 from coca_attention.method_names import MethodName
-from coca_lab.old_names import methods_of_scalings
-from coca_lab.options import checked
 from coca_lab.settings.evaluations import TASK_OPTIONS
 from coca_lab.settings.sources import PathText, Precision
 
@@ -94,20 +92,11 @@ class ModelsMethod(MethodSettings):
 
 
 @dataclass
-class ModelsMethods:
-    """Several."""
-
-    methods: list[ModelsMethod]
-
-
-@dataclass
 class Plan:
     """What is measured of models."""
 
-    methods: list[ModelsMethod] = field(default_factory=list)
+    methods: list[ModelsMethod] = field(default_factory=lambda: [ModelsMethod()])
     """Methods to evaluate with; by default models are as they were saved."""
-    scalings: list[dict[str, Any]] | None = None
-    """Old name of methods, whose method was called kind."""
     dtype: Precision = "float32"
     """Precision of the weights in the evaluation."""
     device: str | None = None
@@ -123,32 +112,6 @@ class Plan:
     100,000 tokens at 170 a second. It is asked twice."""
     tasks: dict[str, Any] = field(default_factory=dict)
     """Settings of every evaluation task, by its name."""
-
-    def __post_init__(self) -> None:
-        if self.scalings is not None:
-            if self.methods:
-                raise UserError("scalings is the old name of methods: leave it out")
-            translated = methods_of_scalings(self.scalings)
-            self.methods = checked(ModelsMethods, {"methods": translated}).methods
-            self.scalings = None
-        self.methods = self.methods or [ModelsMethod()]
-
-    def check_plan(self, models: Collection[str]) -> None:
-        """Raise UserError where settings contradict each other, or name other models."""
-        if not self.tasks:
-            raise UserError(f"a study needs a task: one or more of {', '.join(TASK_OPTIONS)}")
-        for method in self.methods:
-            unknown = sorted(set(method.models or []) - set(models))
-            if unknown:
-                raise UserError(
-                    f"method {method.method} names models that the study does not have: "
-                    f"{', '.join(unknown)}"
-                )
-        unscaled = [name for name in models if not self.methods_of(name)]
-        if unscaled:
-            raise UserError(
-                f"no method applies to {', '.join(unscaled)}: add {{method: none}} to the methods"
-            )
 
     def methods_of(self, model: str) -> list[ModelsMethod]:
         """The methods that apply to a model."""
@@ -196,7 +159,7 @@ class StudySettings(Plan):
     text: PathText = ""
     """Text to train and evaluate on, in place of the recipe's and of stdlib; a data.source of
     models or options, and a source of a task, come first."""
-    num_cpus: int = 1
+    num_cpus: PositiveInt = 1
     """Threads of a trial, and with --ray cores of a process."""
     num_gpus: float | None = None
     """With --ray: GPUs of a process; by default one if there are GPUs. A model that needs several
@@ -211,6 +174,17 @@ class StudySettings(Plan):
                 "`learning_rates` need `choose`, such as {task: perplexity, window: 256}, with a "
                 f"task of the study; got {self.choose}"
             )
-        if self.num_cpus < 1:
-            raise UserError(f"`num_cpus` must be at least 1, got {self.num_cpus}")
-        self.check_plan(self.models)
+        if not self.tasks:
+            raise UserError(f"a study needs a task: one or more of {', '.join(TASK_OPTIONS)}")
+        for method in self.methods:
+            unknown = sorted(set(method.models or []) - self.models.keys())
+            if unknown:
+                raise UserError(
+                    f"method {method.method} names models that the study does not have: "
+                    f"{', '.join(unknown)}"
+                )
+        unscaled = [name for name in self.models if not self.methods_of(name)]
+        if unscaled:
+            raise UserError(
+                f"no method applies to {', '.join(unscaled)}: add {{method: none}} to the methods"
+            )

@@ -13,14 +13,12 @@ from coca_attention.errors import UserError, error_prefix
 from coca_attention.models.conversion import Conversion
 from coca_lab.evaluation import TASKS
 from coca_lab.evaluation.task import Cell
-from coca_lab.old_names import RECALL
 from coca_lab.options import checked, option_words, read_settings
 from coca_lab.settings.sources import SourceSettings
 from coca_lab.settings.studies import Options, StudySettings
 from coca_lab.store import Store
 from coca_lab.studies.trial import LOGS, Trial
 from coca_lab.training import Recipe, load_recipe
-from coca_lab.yaml_files import read_yaml
 
 RESULTS_FILE, STORE_FILE = "results.json", "values.sqlite"
 REPORT_FILE, TOKENIZERS = "report.html", "tokenizers"
@@ -193,8 +191,6 @@ def load_study(name: str | Path, words: Sequence[str] = ()) -> Study:
     if taken:
         raise UserError(f"a task cannot be named {', '.join(taken)}, as a field of studies")
     sections = {task.name: task.settings for task in TASKS.values()}
-    if "recall" not in sections and "recall" in read_yaml(name, "study"):
-        raise UserError(f"{name}: {RECALL}")
     study = read_settings(Study, name, rest, kind="study", program="coca study", sections=sections)
     seeds = {"seeds" for word in rest if word.partition("=")[0] == "--seeds"}
     for each in (*study.models.values(), *study.sizes.values()):

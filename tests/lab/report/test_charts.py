@@ -46,33 +46,32 @@ def domain(*lines, **options):
     return made["layer"][0]["encoding"]["y"]["scale"]["domain"]
 
 
-@pytest.mark.parametrize("log_y", [True, False])
-def test_an_axis_is_wide_enough_that_noise_is_no_trend(log_y):
+def test_an_axis_is_wide_enough_that_noise_is_no_trend():
     """81.6, 81.0 and 81.3 would draw a deep V."""
     flat = points("a", [81.6, 81.0, 81.3])
-    for low, high in (domain(flat, log_y=log_y), domain(flat, points("b", [82.0] * 3))):
-        assert low < 81.3 / 1.149 and high > 81.3 * 1.149
-    low, high = domain(points("a", [10.0, 100.0]), log_y=log_y)
+    for lines, middle in (([flat], 81.3), ([flat, points("b", [82.0] * 3)], 81.5)):
+        low, high = domain(*lines)
+        assert low < middle / 1.149 and high > middle * 1.149
+    low, high = domain(points("a", [10.0, 100.0]))
     assert low < 10 < 100 < high < 110
 
 
-@pytest.mark.parametrize("log_y", [True, False])
-def test_lines_far_above_the_others_are_clipped_and_say_where_they_end(log_y):
+def test_lines_far_above_the_others_are_clipped_and_say_where_they_end():
     """In an axis that fits 667, five methods between 21.7 and 23.2 are one line."""
     near = [points(name, [21.0, 22.0, 20.5 + i]) for i, name in enumerate("abc")]
     far = points("base", [20.0, 48.0, 667.0])
-    low, high = domain(*near, far, log_y=log_y)
+    low, high = domain(*near, far)
     assert low < 20 and 22.5 < high < 30
-    made = specification(chart(*near, far, log_y=log_y), {})
+    made = specification(chart(*near, far), {})
     named = made["datasets"][made["layer"][-1]["data"]["name"]]
     assert [each["name"] for each in named if each["line"] == "base"] == [["base ↑ 667"]]
     assert [each["name"] for each in named if each["line"] in "abc"] == [["a"], ["b"], ["c"]]
     svg = static_svg(made, "s")
     assert "a: 21 at 1" in svg and "667 at 4" not in svg  # no dot outside the axes
     # What two others contrast with, or more than half of the lines, is shown in full.
-    assert domain(*near[:2], far, log_y=log_y)[1] > 667
-    assert domain(*near, *(points(n, [20.0, 500.0, 667.0]) for n in "def"), log_y=log_y)[1] > 667
-    assert domain(*near, points("d", [20.0, 22.0, 28.0]), log_y=log_y)[1] > 28
+    assert domain(*near[:2], far)[1] > 667
+    assert domain(*near, *(points(n, [20.0, 500.0, 667.0]) for n in "def"))[1] > 667
+    assert domain(*near, points("d", [20.0, 22.0, 28.0]))[1] > 28
 
 
 def test_a_logarithmic_axis_has_few_ticks_and_round_ones():
@@ -82,7 +81,7 @@ def test_a_logarithmic_axis_has_few_ticks_and_round_ones():
             ticks = round_ticks(low, factor * low)
             assert 3 <= len(ticks) <= 8 and low <= ticks[0] < ticks[-1] <= factor * low
             assert ticks == pytest.approx([float(f"{tick:.3g}") for tick in ticks], rel=1e-9)
-    made = specification(chart(points("a", [16.0, 24.0]), log_y=True), {})
+    made = specification(chart(points("a", [16.0, 24.0])), {})
     axis = made["layer"][0]["encoding"]["y"]["axis"]
     assert axis["values"] == [16, 18, 20, 22, 24] and axis["format"] == ",.4~r"
 
@@ -95,7 +94,7 @@ def test_a_place_is_marked_among_the_points_alone():
 
 
 def test_shares_are_told_in_percent_as_on_their_axis():
-    found = chart(points("a", [0.7, 0.0], low=0.4, high=0.9), top=1)
+    found = chart(points("a", [0.7, 0.0], low=0.4, high=0.9), shares=True)
     assert "a: 70% at 1 to 0% at 2" in found.words()
     assert "a: 70% at 1 (40% to 90%)" in str(specification(found, {}))
 
@@ -123,23 +122,24 @@ def test_thin_lines_lead_from_the_ends_of_lines_to_their_names():
     labels = {each["line"]: each for each in made["datasets"][texts["data"]["name"]]}
     assert [line for line, label in labels.items() if label["led"]] == ["a", "b", "c"]
     for name, y in {"a": 20.0, "b": 20.01, "c": 20.02}.items():
-        assert labels[name]["end"] == pytest.approx(made["height"] * (high - y) / (high - low))
+        share = math.log(high / y) / math.log(high / low)
+        assert labels[name]["end"] == pytest.approx(made["height"] * share, rel=1e-4)
     assert labels["a"]["place"] - labels["c"]["place"] == pytest.approx(2 * GAP)
     marks = vl_convert.vegalite_to_svg(made).partition("mark-rule role-mark")[2]
     assert marks.partition("</g>")[0].count("<line") == 3
 
 
-@pytest.mark.parametrize("top", [None, 1.0])
-def test_a_chart_without_a_finite_point_is_drawn_empty(top):
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_chart_without_a_finite_point_is_drawn_empty(shares):
     """As of a model whose losses are all NaN, which are null in result files."""
-    made = specification(chart(points("a", [math.inf, math.nan]), top=top), {})
+    made = specification(chart(points("a", [math.inf, math.nan]), shares=shares), {})
     assert "<title>" not in static_svg(made, "s")
 
 
 def test_a_logarithmic_axis_says_so():
-    for log_y in (True, False):
-        made = specification(chart(points("a", [10.0, 100.0]), log_y=log_y), {})
-        assert made["layer"][0]["encoding"]["y"]["title"] == "y" + ", log scale" * log_y
+    for shares, title in ((True, "y"), (False, "y, log scale")):
+        made = specification(chart(points("a", [0.5, 1.0]), shares=shares), {})
+        assert made["layer"][0]["encoding"]["y"]["title"] == title
 
 
 def test_a_long_name_is_written_in_rows():
@@ -249,8 +249,8 @@ def test_the_words_of_a_committed_picture_are_those_of_its_figures(figures, name
         assert title in picture
         assert all(line in picture for line in chart.points["line"])
         far = chart.points[chart.points["x"] == chart.points["x"].max()].set_index("line")["y"]
-        form = figures.PASSKEYS.form if chart.top else "{:.1f}".format
-        first = form(far.max() if chart.top else far.min())
+        form = figures.PASSKEYS.form if chart.shares else "{:.1f}".format
+        first = form(far.max() if chart.shares else far.min())
         shown = far.map(form)
         others = far[shown != first]
         said = re.findall(r"\b\d+(?:\.\d+|%)", title)
@@ -293,7 +293,7 @@ def test_the_readmes_picture_is_that_of_its_page(figures):
     for _, chart in drawn:
         for _, line in chart.points.groupby("line"):
             for y in line.sort_values("x")["y"].iloc[[0, -1]]:
-                assert (f"{y:.0%}" if chart.top else f"{y:.0f}") in told.replace(" %", "%")
+                assert (f"{y:.0%}" if chart.shares else f"{y:.0f}") in told.replace(" %", "%")
 
 
 def test_the_chart_of_smollm2_says_which_methods_are_level_and_where_lines_end(figures):
@@ -316,7 +316,9 @@ def test_the_picture_of_the_readmes_table_has_its_figures(figures):
     readme = (root / "README.md").read_text("utf-8")
     table = readme.partition("| reading 12,288 tokens |")[2].partition("\n\n")[0]
     cells = [re.split(r" *\| *", line)[1:-1] for line in table.splitlines()[2:]]
-    rows = {name.replace("**", ""): figures_of for name, *figures_of in cells}
+    # A method's name in its paper comes behind a comma.
+    names = [re.sub(r"\*\*|, [A-Z][\w ]*?(?= \(|$)", "", name) for name, *_ in cells]
+    rows = {name: row[1:] for name, row in zip(names, cells, strict=True)}
     assert len(rows) == 7
     shown = {}
     for row in figures.digits(RESULTS / "extend" / "eight.ndjson"):
