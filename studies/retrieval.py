@@ -16,6 +16,7 @@ from typing import Any
 from scipy.stats import fisher_exact
 
 from coca_lab.intervals import wilson_interval
+from coca_lab.old_names import OLD_METHODS
 from studies.pages import (
     FOUND,
     begins,
@@ -75,7 +76,7 @@ def value(trial: Trial, name: str, length: int, scaling: str) -> float | None:
     """A measurement of a trial: ``accuracy`` or ``perplexity`` at a length or window."""
     for cell in trial["cells"]:
         place = cell.get("length") or cell.get("window")
-        made = "temperature" if cell["scaling"] == "fold" else cell["scaling"]  # as it was called
+        made = OLD_METHODS.get(cell["scaling"], cell["scaling"])
         if name in cell and (place, made) == (length, scaling):
             return cell[name]
     return None

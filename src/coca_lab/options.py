@@ -27,7 +27,7 @@ from jsonargparse import (
 from pydantic import ValidationError
 
 from coca_attention.errors import UserError, did_you_mean, error_prefix
-from coca_lab.old_names import GONE_FIELDS
+from coca_lab.old_names import GONE_FIELDS, in_todays_names
 from coca_lab.yaml_files import load_yaml, read_yaml
 
 Settings = TypeVar("Settings")
@@ -321,6 +321,7 @@ def read_settings(
     content = {} if path is None else read_yaml(path, kind)
     in_file = nullcontext if path is None else partial(error_prefix, f"{path}: ")
     with in_file():
+        content = in_todays_names(content)
         if sections and TASK_FIELD in content:
             raise UserError(f"{TASK_FIELD}: every task has a section of its name")
         # jsonargparse knows no sections without fields.

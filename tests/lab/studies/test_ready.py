@@ -21,9 +21,9 @@ STUDY = """
 models:
   RoFormer: {rope}
   CoCA-Slack: {slack}
-methods:
-  - {{method: none}}
-  - {{method: ntk_text, factor: 4, models: [CoCA-Slack]}}
+scalings:
+  - {{kind: none}}
+  - {{kind: ntk, factor: 4, models: [CoCA-Slack]}}
 perplexity: {{source: {text}, max_documents: 3, windows: [32, 64], attend_last: 32}}
 passkey: {{lengths: [260, 900], samples: 2, max_new_tokens: 4}}
 ruler: {{lengths: [1200, 1201], kinds: [fwe], samples: 2}}

@@ -323,7 +323,12 @@ def test_from_the_command_line_to_a_report(small, finished, tmp_path, capsys):
         ({"perplexity": {"windows": [8], "stride": 9}}, "stride"),
         ({"methods": [{"method": "ntk", "models": ["some"]}]}, "no method applies to none"),
         ({"methods": [{"method": "ntq"}]}, "methods.method: .*'yarn'"),
-        ({"scalings": [{"kind": "yarn"}]}, "scalings: write methods, such as"),
+        (
+            {"methods": [{"method": "none"}], "scalings": [{"kind": "yarn"}]},
+            "scalings is the old name of methods: leave it out",
+        ),
+        ({"methods": None, "scalings": [{"factor": 2}]}, "scalings were mappings such as"),
+        ({"methods": None, "scalings": [{"kind": "nkt"}]}, "methods.method: .*'ntk_text'"),
     ],
 )
 def test_unfit_studies_are_refused(small, fields, message, tmp_path):
