@@ -233,7 +233,7 @@ def _options(name: str) -> Options:
         return OPTIONS[name]
     task = TASK_OPTIONS[name.removeprefix("eval ")]
     settings = (task.settings, ReadingSettings if task.scaled else LoadingSettings)
-    if task.prompts:  # --model is what a server calls it
+    if task.endpoint:  # --model is what a server calls it
         return Options(("folder",), (*settings, EndpointSettings))
     return Options(("model",), settings)
 

@@ -1,4 +1,4 @@
-"""Prompts answered by a server with OpenAI's completions: vLLM, llama.cpp, ``coca serve``.
+"""A model behind a server with OpenAI's completions: vLLM, llama.cpp, ``coca serve``.
 
 The client of the package ``openai`` does the HTTP, waits and retries. What is here keeps the
 answers comparable with a model in this process: exact prompts, greedy decoding, and errors in
@@ -8,12 +8,13 @@ place of answers to something else.
 import asyncio
 import json
 import logging
+import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from transformers import PreTrainedTokenizerBase
@@ -39,6 +40,17 @@ NO_PENALTY = {"frequency_penalty": 0, "repetition_penalty": 1, "repeat_penalty":
 SGLang, and llama.cpp call it. A server that refuses one of these names is asked without it."""
 KEY = "OPENAI_API_KEY"
 """The environment variable with the server's key."""
+ECHO = "log probabilities of a text need a server that takes echo with logprobs, as vLLM does"
+
+Question = TypeVar("Question")
+Answer = TypeVar("Answer")
+
+
+class TokenReading(NamedTuple):
+    """What a model says about a token of its text."""
+
+    log_probability: float
+    likeliest: bool
 
 
 @dataclass
@@ -94,6 +106,54 @@ class Endpoint:
             UserError: If the server cannot be reached, refuses a prompt, reads another number of
                 tokens, or says something else than an answer, with its words.
         """
+
+        async def answer(client: "AsyncOpenAI", prompt: Prompt) -> str:
+            said = await self._ask(client, prompt=as_sent(tokenizer, prompt), max_tokens=most)
+            text = getattr(said.choices[0], "text", None)
+            if not isinstance(text, str):
+                raise self._error(f"expected a completion, got {_as_text(said)}")
+            self._check_read(said, len(prompt.ids))
+            return self._without_prompt(tokenizer, prompt, text, most)
+
+        return self._together(answer, prompts)
+
+    def log_probabilities(self, texts: Sequence[Sequence[int]]) -> list[list[TokenReading]]:
+        """Log probability, in nats, of every token but the first of texts of token ids.
+
+        Raises:
+            UserError: As `answers`, and if the server returns no log probabilities of a prompt.
+        """
+
+        async def read(client: "AsyncOpenAI", ids: Sequence[int]) -> list[TokenReading]:
+            # One token more, which is dropped: not every server takes 0.
+            said = await self._ask(client, prompt=[*ids], max_tokens=1, echo=True, logprobs=1)
+            found = getattr(said.choices[0], "logprobs", None)
+            values = getattr(found, "token_logprobs", None)
+            likeliest = getattr(found, "top_logprobs", None)
+            if not isinstance(values, list) or not isinstance(likeliest, list):
+                raise self._error(f"{ECHO}, got {_as_text(said)}")
+            self._check_read(said, len(ids))
+            if len(values) not in (len(ids), len(ids) + 1) or len(likeliest) != len(values):
+                raise self._error(f"{ECHO}, got {len(values)} for {len(ids)} tokens")
+            readings = []
+            for value, others in zip(values[1 : len(ids)], likeliest[1 : len(ids)], strict=True):
+                # Round-off may exceed 0.
+                if not isinstance(value, float | int) or not -math.inf < value < 0.01:
+                    raise self._error(f"expected a log probability, got {json.dumps(value)}")
+                most = [*others.values()] if isinstance(others, dict) else []
+                if not most or not all(isinstance(each, float | int) for each in most):
+                    raise self._error(f"expected the likeliest token, got {json.dumps(others)}")
+                readings.append(TokenReading(float(value), value >= max(most)))
+            return readings
+
+        return self._together(read, texts)
+
+    def _together(
+        self,
+        ask: Callable[["AsyncOpenAI", Question], Awaitable[Answer]],
+        questions: Sequence[Question],
+    ) -> list[Answer]:
+        """The answers to all questions, so many requests at once; the first error ends all."""
         import openai  # an optional package; anyio comes with it
         from anyio.from_thread import start_blocking_portal
 
@@ -103,7 +163,7 @@ class Endpoint:
             if request.headers.get("x-stainless-retry-count", "0") != "0":
                 self._warn("again", f"no answer, or busy; asking again, up to {RETRIES} times")
 
-        async def ask_all() -> list[str]:
+        async def ask_all() -> list[Answer]:
             http = openai.DefaultAsyncHttpxClient(
                 follow_redirects=False,  # or the key would go where the server says
                 event_hooks={"request": [before]},
@@ -117,19 +177,14 @@ class Endpoint:
             )
             places = asyncio.Semaphore(self.requests)
 
-            async def answer(prompt: Prompt) -> str:
+            async def ask_one(question: Question) -> Answer:
                 async with places:
-                    said = await self._ask(client, as_sent(tokenizer, prompt), most)
-                text = getattr(said.choices[0], "text", None)
-                if not isinstance(text, str):
-                    raise self._error(f"expected a completion, got {_as_text(said)}")
-                self._check_read(said, len(prompt.ids))
-                return self._without_prompt(tokenizer, prompt, text, most)
+                    return await ask(client, question)
 
             async with client:
                 try:
-                    async with asyncio.TaskGroup() as group:  # the first error ends all
-                        tasks = [group.create_task(answer(prompt)) for prompt in prompts]
+                    async with asyncio.TaskGroup() as group:
+                        tasks = [group.create_task(ask_one(each)) for each in questions]
                 except BaseExceptionGroup as errors:
                     raise errors.exceptions[0] from None
             return [task.result() for task in tasks]
@@ -140,8 +195,8 @@ class Endpoint:
         with start_blocking_portal() as portal:
             return portal.call(ask_all)
 
-    async def _ask(self, client: "AsyncOpenAI", prompt: str | list[int], most: int) -> "Completion":
-        """The completion, of one choice or more, of a prompt by at most so many tokens."""
+    async def _ask(self, client: "AsyncOpenAI", **request: Any) -> "Completion":
+        """The completion, of one choice or more, for a request."""
         import openai  # an optional package
 
         while True:
@@ -151,11 +206,7 @@ class Endpoint:
             try:
                 async with asyncio.timeout(TRIES * self.timeout):
                     said = await client.completions.create(
-                        model=self.model,
-                        prompt=prompt,
-                        max_tokens=most,
-                        temperature=0,
-                        extra_body=guards,
+                        model=self.model, temperature=0, extra_body=guards, **request
                     )
             except TimeoutError:
                 self.failed = self._error(
@@ -178,9 +229,9 @@ class Endpoint:
                     )
                 if status in (408, 409, 429) or status >= 500:  # after all `RETRIES`
                     self.failed = self._error(problem)
-                raise self._error(
-                    problem
-                ) from None  # the client's own error has the server's whole text
+                if "echo" in request:
+                    problem += f" ({ECHO})"
+                raise self._error(problem) from None  # the client's has the server's whole text
             except openai.APIConnectionError as error:
                 cause = str(error.__cause__ or "") or type(error.__cause__ or error).__name__
                 self.failed = self._error(f"no answer ({cause})")

@@ -140,13 +140,19 @@ def _hash(texts: Sequence[NeedleText]) -> str:
 def _read(model: Model, method: MethodSettings, name: str, text: NeedleText) -> list[Cell]:
     """What the model says about every needle of a text, in the order of their answers."""
     first = text.first_answer
-    targets = torch.tensor(text.ids[first:])
-    module = model.loaded()
-    inputs = torch.tensor([text.ids[:-1]], device=module.device)
-    with method.applied(module, len(text.ids)):
-        logits = last_logits(module, inputs, len(targets))[0].cpu()
-    nats = F.cross_entropy(logits, targets, reduction="none").double()
-    likeliest = logits.argmax(-1) == targets
+    if model.endpoint is not None:
+        (readings,) = model.endpoint.log_probabilities([text.ids])
+        answers = readings[first - 1 :]
+        nats = torch.tensor([-each.log_probability for each in answers], dtype=torch.float64)
+        likeliest = torch.tensor([each.likeliest for each in answers])
+    else:
+        targets = torch.tensor(text.ids[first:])
+        module = model.loaded()
+        inputs = torch.tensor([text.ids[:-1]], device=module.device)
+        with method.applied(module, len(text.ids)):
+            logits = last_logits(module, inputs, len(targets))[0].cpu()
+        nats = F.cross_entropy(logits, targets, reduction="none").double()
+        likeliest = logits.argmax(-1) == targets
     if nats.isnan().any():
         raise UserError(f"{model.name} returns NaN for document {name!r}: try float32")
     found: list[Cell] = []

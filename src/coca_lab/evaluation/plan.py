@@ -53,8 +53,10 @@ def measurements_of(
             for task, settings in tasks:
                 if task.scaled or number == 0:
                     with error_prefix(f"model {model.name}: {task.name}: "):
-                        if plan.endpoint and not (task.prompts and method.method == "none"):
-                            raise UserError("an endpoint answers prompts, without a method")
+                        if plan.endpoint and not (task.endpoint and method.method == "none"):
+                            raise UserError(
+                                "an endpoint answers prompts and reads needles, without a method"
+                            )
                         found = task.measurements(model, settings, method)
                     measurements += found
                     keys = [item.keys for each in found for item in each.items]

@@ -41,7 +41,7 @@ class Model:
         dtype: Precision of the weights that are loaded.
         device: As for `load_model`.
         texts: What tasks have read for it, by name; models with the same tokenizer may share it.
-        endpoint: A server that answers prompts in its place; ``module`` then has no weights, or is
+        endpoint: A server that answers in its place; ``module`` then has no weights, or is
             None where only its tokenizer is here.
     """
 
@@ -123,7 +123,7 @@ def open_model(
 
 
 def served_model(path: str, endpoint: Endpoint) -> Model:
-    """A model behind a server, for tasks that are prompts.
+    """A model behind a server.
 
     Args:
         path: Folder or name of its tokenizer; a configuration there says how it was trained.

@@ -82,7 +82,7 @@ class ReadingSettings(LoadingSettings, MethodSettings):
 
 @dataclass
 class EndpointSettings:
-    """A server that answers prompts in place of the model, whose tokenizer is in the folder."""
+    """A server in place of the model, whose tokenizer is in the folder."""
 
     endpoint: str | None = None
     """Its address, with OpenAI's completions, such as http://127.0.0.1:8000/v1."""

@@ -174,14 +174,14 @@ class TaskOptions:
         settings: Documented dataclass whose fields are the options; all need defaults. Its
             ``__post_init__`` raises UserError for settings that contradict each other.
         scaled: Whether methods apply. If not, a task runs once per model.
-        prompts: Whether it needs no more than answers to prompts, so that an endpoint can do it.
+        endpoint: Whether a model behind a server can do it, without methods.
     """
 
     name: str
     summary: str
     settings: type
     scaled: bool = True
-    prompts: bool = False
+    endpoint: bool = False
 
 
 PERPLEXITY = TaskOptions(
@@ -193,18 +193,19 @@ NEEDLES = TaskOptions(
     "needles",
     "Needles by log probability: how probable are the numbers hidden in a text?",
     NeedleSettings,
+    endpoint=True,
 )
 PASSKEY = TaskOptions(
     "passkey",
     "Passkey retrieval: does a model find five digits hidden in a long prompt?",
     PasskeySettings,
-    prompts=True,
+    endpoint=True,
 )
 RULER = TaskOptions(
     "ruler",
     "RULER's tasks: needles, chains of variables, frequent words.",
     RulerSettings,
-    prompts=True,
+    endpoint=True,
 )
 TASK_OPTIONS = {task.name: task for task in (PERPLEXITY, NEEDLES, PASSKEY, RULER)}
 """Of the tasks of ``coca eval`` by their names, those that are registered included."""

@@ -103,7 +103,7 @@ class Plan:
     """Where to evaluate: cpu, cuda, …; by default the accelerator if there is one. auto spreads a
     model over all GPUs of its process, and what does not fit over the CPU's memory."""
     endpoint: str | None = None
-    """Server with OpenAI's completions that answers prompts in place of models with path, such as
+    """Server with OpenAI's completions in place of models with path, such as
     http://127.0.0.1:8000/v1. It calls them by their names; folders are those of tokenizers."""
     requests: PositiveInt = 8
     """Requests to the endpoint at once."""

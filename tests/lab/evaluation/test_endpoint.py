@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import anyio
 import pytest
+import torch
 from tokenizers.processors import TemplateProcessing
 
 from coca_attention.errors import UserError
@@ -21,6 +22,7 @@ from coca_lab.data.tasks import Prompt, ask_for_passkeys
 from coca_lab.evaluation import endpoint as module
 from coca_lab.evaluation.endpoint import NO_PENALTY, Endpoint, as_sent
 from coca_lab.export.llama_cpp import serve
+from coca_lab.loading import load_model
 from commands import run, serving
 from natives import exported, penalised, roles, saved
 
@@ -39,7 +41,8 @@ def server(*said):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with lock:
                 read.append((self.path, self.headers, body))
-                status, text, *headers = said[min(len(read), len(said)) - 1]
+                says = said[min(len(read), len(said)) - 1]
+                status, text, *headers = says(body) if callable(says) else says
             if text == "together":
                 together.wait(10)  # for another request, else the test fails
                 status, text = completion()
@@ -329,6 +332,77 @@ def test_an_interruption_is_obeyed_while_a_server_hangs(tokenizer, tmp_path):
     assert process.returncode == 130 and "coca: interrupted" in err and "Traceback" not in err
 
 
+# Log probabilities of the tokens of a text
+
+
+def probabilities(*values, count=4, likeliest=-1.0):
+    others = [None, *({"x": likeliest, "y": value} for value in values)]
+    logprobs = {"token_logprobs": [None, *values], "top_logprobs": others}
+    choice = {"text": "x", "logprobs": logprobs}
+    return 200, json.dumps({"choices": [choice], "usage": {"prompt_tokens": count}})
+
+
+def test_log_probabilities_are_those_of_the_tokens_of_a_text():
+    with server(probabilities(-1, -2.5, -0.5, -9)) as (url, read):
+        found = Endpoint(url, "m").log_probabilities([[5, 6, 7, 8], [1, 2, 3, 4]])
+        assert found == [[(-1.0, True), (-2.5, False), (-0.5, True)]] * 2
+        assert Endpoint(url, "m").log_probabilities([]) == []
+    asked = {"echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "model": "m"}
+    assert sorted(body["prompt"] for _, _, body in read) == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert all(body.items() >= asked.items() for _, _, body in read)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (completion(prompt_tokens=4), "takes echo with logprobs, as vLLM does, got"),
+        (probabilities(-1), "takes echo with logprobs, as vLLM does, got 2 for 4 tokens"),
+        ((400, "Only no echo is supported"), "Only no echo is .*takes echo with logprobs"),
+        (probabilities(-1, -2, -3, count=3), "it read 3 tokens of a prompt of 4"),
+        (probabilities(-1, None, -4), "expected a log probability, got null"),
+        (probabilities(-1, -2, -4, likeliest=None), "expected the likeliest token, got .*null"),
+        (probabilities(-1, float("nan"), -4), "expected a log probability, got NaN"),
+        (probabilities(-1, 3, -4), "expected a log probability, got 3"),
+        ((200, "[1]"), r"expected a completion, got \[1\]"),
+    ],
+)
+def test_servers_without_log_probabilities_of_prompts_are_refused(said, message):
+    with server(said) as (url, _), pytest.raises(UserError, match=message):
+        Endpoint(url, "m").log_probabilities([[5, 6, 7, 8]])
+
+
+def test_needles_behind_a_server_are_those_of_the_model(capsys, model_folder, tmp_path):
+    model = load_model(model_folder, device="cpu")
+
+    def says(body):
+        ids = torch.tensor([body["prompt"]])
+        with torch.no_grad():
+            scores = model(ids).logits[0, :-1].double().log_softmax(-1)
+        values = scores.gather(-1, ids[0, 1:, None])[:, 0].tolist()
+        others = [{"any": value} for value in scores.amax(-1).tolist()]
+        logprobs = {"token_logprobs": [None, *values], "top_logprobs": [None, *others]}
+        choice = {"text": "x", "logprobs": logprobs}
+        return 200, json.dumps({"choices": [choice], "usage": {"prompt_tokens": ids.numel()}})
+
+    text = tmp_path / "text.txt"
+    text.write_text("One line of a text that is long enough.\n" * 400)
+    words = ["eval", "needles", model_folder, "--source", text, "--lengths", "900", "--count", "3"]
+    words += ["--near", "300", "--output", tmp_path / "r.json"]
+    found = []
+    with server(says) as (url, read):
+        for where in ([], ["--endpoint", url, "--model", "m"]):
+            code, _, err = run(capsys, *words, *where)
+            assert code == 0, err
+            (cell,) = json.loads((tmp_path / "r.json").read_text())["results"]
+            found.append(cell["documents"][0]["needles"])
+        assert len(read) == 1
+    for here, there in zip(*found, strict=True):
+        assert here["nats"] == pytest.approx(there["nats"], abs=1e-4)
+        assert {**here, "nats": 0} == {**there, "nats": 0}
+    code, _, err = run(capsys, *words, "--method", "yarn", "--endpoint", "http://localhost/v1")
+    assert code == 2 and "an endpoint answers prompts and reads needles, without a method" in err
+
+
 # Commands
 
 
@@ -372,7 +446,7 @@ def test_what_is_no_prompt_is_not_asked(capsys, tokenizer, tmp_path):
     code, _, err = run(capsys, *words[:3], "--model", "m")
     assert code == 2 and "--model is what a server calls it: set --endpoint" in err
     code, _, err = run(capsys, *words, "--method", "yarn")
-    assert code == 2 and "an endpoint answers prompts, without a method" in err
+    assert code == 2 and "an endpoint answers prompts and reads needles, without a method" in err
 
 
 def assert_answers_alike(capsys, words, served, output):
