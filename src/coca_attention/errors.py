@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, metadata
-from typing import ClassVar, Self
 
 
 class UserError(ValueError):
@@ -74,16 +73,3 @@ def error_prefix(prefix: str) -> Iterator[None]:
         yield
     except UserError as error:
         raise type(error)(f"{prefix}{error}") from error
-
-
-class RenamedArguments:
-    """A base of dataclasses whose arguments had other names, by which they are refused."""
-
-    RENAMED: ClassVar[dict[str, str]] = {}
-    """What is to be given in place of an old name."""
-
-    def __new__(cls, *args: object, **kwargs: object) -> Self:
-        for name in cls.RENAMED:
-            if name in kwargs:
-                raise TypeError(f"{cls.__name__} has no {name} any more: give {cls.RENAMED[name]}")
-        return super().__new__(cls)

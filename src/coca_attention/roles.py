@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Literal
 
-from coca_attention.errors import RENAMED, RenamedArguments, UserError, did_you_mean
+from coca_attention.errors import UserError, did_you_mean
 
 LONGEST = 2**40
 """Tokens of any text; a length beyond it is a mistake, which PyTorch would not name."""
@@ -74,14 +74,12 @@ class Roles:
 
 
 @dataclass(frozen=True)
-class Conversion(RenamedArguments):
+class Conversion:
     """What a vanilla model is converted to.
 
     Raises:
         UserError: If a name is unknown, or two settings contradict each other.
     """
-
-    RENAMED = RENAMED
 
     form: str = "slack"
     """Score form: slack (the paper's Eq. 10), strict (Eq. 9) or magnitude (cf. PoPE); with roles,

@@ -1,7 +1,6 @@
 """Converting vanilla models and the authors' checkpoints to the CoCA models of their families."""
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -32,7 +31,6 @@ from coca_attention.models.configuration import (
     rope_parameters,
     rotation,
     unsupported,
-    window_of,
     with_global,
     without_positions,
 )
@@ -47,8 +45,6 @@ from coca_attention.models.fused import FUSED
 from coca_attention.models.projections import AttentionLayout
 from coca_attention.ops import FORMS, DistanceMap
 from coca_attention.roles import Conversion
-
-log = logging.getLogger(__name__)
 
 
 def convert(
@@ -99,7 +95,6 @@ def convert(
     for module in model.modules():
         if getattr(module, "config", None) is old:
             module.config = config
-    _warn_if_unaffected(config)
     replace_attention(body, family.body)
     change_class(model, new_class, config)
     # post_init sets up sharding plans and the like for the new class; keep the weights.
@@ -137,19 +132,6 @@ def name_separate_head(model: PreTrainedModel) -> None:
     if weight.data_ptr() != embeddings.weight.data_ptr():
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False
-
-
-def _warn_if_unaffected(config: PreTrainedConfig) -> None:
-    """Warn if distances are limited that no layer's window reaches."""
-    found = rotation(config, GLOBAL)
-    window = window_of(config)
-    length = found.temperature
-    if window is None or found.distance_map is None or length is None:
-        return
-    near = found.distance_map.near
-    if window <= min(near + 1, length):
-        seen = f"every layer sees the last {window:,} tokens"
-        log.warning(f"Limiting distances to {near:,} tokens changes nothing: {seen}.")
 
 
 def _find_family(model: PreTrainedModel) -> tuple[Family, type]:

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from coca_attention.errors import RENAMED, UserError, check_is_loaded, did_you_mean
+from coca_attention.errors import UserError, check_is_loaded, did_you_mean
 from coca_attention.method_names import MethodName
 from coca_attention.models.configuration import (
     EXTENSION,
@@ -386,11 +386,6 @@ def extend_context(
                 refused.append(f"{name}: {error}")
         raise UserError(f"no default method is for this model; {'; '.join(refused)}")
     saved = [each.name for each in METHODS.values() if each.folder]
-    if method == "auto":
-        raise UserError(
-            f"`method` must be one of {', '.join(saved)}, got 'auto': leave it out (None) for "
-            "the default; coca extend --check TEXT measures which is best"
-        )
     row = method_named(method, saved)
     if not row.folder:
         nothing = row.changes == "nothing"
@@ -607,10 +602,9 @@ def _apply(
 def _check_options(method: Method, options: Mapping[str, Any]) -> None:
     for name in options:
         if name not in method.options:
-            takes = f"it takes {', '.join(method.options)}" if method.options else "it takes none"
-            if name in RENAMED:
-                takes = f"it is called {RENAMED[name]} now"
+            takes = f"; it takes {', '.join(method.options) or 'none'}"
+            hint = did_you_mean(name, method.options, takes)
             holders = [each.name for each in METHODS.values() if name in each.options]
             if holders:
-                takes = f"{name} is for method {' and '.join(holders)}: leave it out"
-            raise UserError(f"method {method.name} has no option `{name}`: {takes}")
+                hint = f": {name} is for method {' and '.join(holders)}: leave it out"
+            raise UserError(f"method {method.name} has no option `{name}`{hint}")

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from coca_attention.errors import RenamedArguments
 from coca_attention.ops.checks import check_real, check_whole, check_width
 from coca_attention.ops.rules import UNSCALED, Rule
 
@@ -184,7 +183,7 @@ def _per_pair(given: float | tuple[float, ...], like: Tensor) -> float | Tensor:
 
 
 @dataclass(frozen=True)
-class Rotation(RenamedArguments):
+class Rotation:
     """How positions act on scores.
 
     Pair j rotates by the angle ``n theta_j`` at position n. What else a position does is a factor
@@ -210,11 +209,6 @@ class Rotation(RenamedArguments):
             (longrope, dynamic) stays as it is. Default: ``near`` of a map by which distances are
             limited, which is to change nothing in texts of up to as many tokens.
     """
-
-    RENAMED = {
-        "max_distance": "distance_map=DistanceMap.limited(max_distance)",
-        "leak": "distance_map=DistanceMap.leaky(max_distance, leak)",
-    }
 
     width: int
     base: float = 10000.0
