@@ -301,7 +301,12 @@ def _attend_decay(
 ) -> Tensor:
     """Attention with a decay: one addend per distance where possible, otherwise in blocks."""
     wide = torch.promote_types(query.dtype, torch.float32)
-    if (
+
+    def bias(start: int, stop: int, seen: slice) -> Tensor:
+        added = decay(query_positions[..., start:stop], key_positions[..., seen], wide)
+        return added.unsqueeze(-3).to(query.dtype)
+
+    one_per_distance = (
         sight.is_causal
         and sight.queries > 1
         and sight.mask is None
@@ -310,31 +315,22 @@ def _attend_decay(
         and query.device.type == "cpu"  # others would have to wait for the positions
         and not torch.compiler.is_compiling()
         and are_consecutive(query_positions, key_positions)
-    ):
-        addends = decay(query_positions[..., -1:], key_positions, wide)
-        addends = addends.reshape(-1, sight.keys)[0].to(query.dtype)
-        if sight.window is not None:
-            addends[: sight.keys - sight.window] = float("-inf")
-        return _attend_distances(kernel, query, key, value, addends, sight.window or sight.keys)
-
-    def bias(start: int, stop: int, seen: slice) -> Tensor:
-        added = decay(query_positions[..., start:stop], key_positions[..., seen], wide)
-        return added.unsqueeze(-3).to(query.dtype)
-
-    return _attend_in_blocks(kernel, query, key, value, sight, bias)
-
-
-def _attend_distances(
-    kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, addends: Tensor, window: int
-) -> Tensor:
-    """Causal attention with an addend for every distance, (S,): those of S - 1 … 0."""
+    )
+    if not one_per_distance:
+        return _attend_in_blocks(kernel, query, key, value, sight, bias)
+    keys = sight.keys
+    window = sight.window or keys
+    # Of the distances S - 1 … 0.
+    addends = bias(sight.queries - 1, sight.queries, slice(0, keys)).reshape(-1, keys)[0]
+    addends[: keys - window] = float("-inf")
     # With the queries in reverse order, the one r places before the last key has the addends of
     # key 0, 1, … from place r on, and -inf for the keys after it: a view of one vector is the mask.
-    queries, keys = query.shape[-2], key.shape[-2]
-    line = F.pad(addends, (0, queries - 1), value=float("-inf"))
+    line = F.pad(addends, (0, sight.queries - 1), value=float("-inf"))
     outputs = []
     for start, rows in zip(
-        range(0, queries, DISTANCE_BLOCK), query.flip(-2).split(DISTANCE_BLOCK, -2), strict=True
+        range(0, sight.queries, DISTANCE_BLOCK),
+        query.flip(-2).split(DISTANCE_BLOCK, -2),
+        strict=True,
     ):
         last = keys - start
         first = max(0, last - rows.shape[-2] - window + 1)

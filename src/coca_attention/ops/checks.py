@@ -10,8 +10,7 @@ from torch import Tensor
 
 def check_width(width: int, what: str = "head width") -> None:
     """Raise ValueError unless ``width`` can be split into rotary pairs."""
-    whole = _is_whole(width) or torch.jit.is_tracing()  # which takes sizes for tensors
-    if not whole or width < 2 or width % 2:
+    if not _is_whole(width) or width < 2 or width % 2:
         raise ValueError(f"{what} must be even and at least 2, to form rotary pairs; got {width!r}")
 
 

@@ -109,7 +109,7 @@ def query_map(
     span = 2 * cos.shape[-1]
     cos, sin = over_all_pairs(cos, sin, query.shape[-1] // 2, wide)
     scales = scale if factor is None else scale * factor.to(wide)[..., None, :, None]
-    pairing = Pairing(form, interleaved, int(span), int(free_pairs))  # torch.jit traces sizes
+    pairing = Pairing(form, interleaved, span, free_pairs)
     cos = cos * scales
     sin = sin * scales
     if form.gradient is not None:

@@ -309,8 +309,7 @@ class Rotation:
 
     def _angles(self, places: Tensor) -> Tensor:
         """The angles at places (..., T, 1 or R/2), one for all pairs or one for each."""
-        tracing = torch.compiler.is_compiling() or torch.jit.is_tracing()
-        if tracing or type(places) is not Tensor:
+        if torch.compiler.is_compiling() or type(places) is not Tensor:
             return places * self.frequencies().to(places.device, places.dtype)
         return places * _frequencies(self, places.device, places.dtype)
 
