@@ -1,6 +1,6 @@
 """Configurations: what their fields say, and those of CoCA models."""
 
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -25,8 +25,6 @@ ROTATION_FIELDS = {
     if item.name not in ("width", "base", "rule", "settles")
 }
 """Our additions to ``rope_parameters``, and the fields of a `Rotation` that they are."""
-DISTANCE_FIELDS = {item.name: item.default is MISSING for item in fields(DistanceMap)}
-"""What ``distance_map`` in ``rope_parameters`` has, and whether it must."""
 LOCAL_RULE = "local"
 """Our addition to ``rope_parameters``: those of local layers that keep a rule of the original."""
 UNSUPPORTED = {
@@ -312,16 +310,13 @@ def rotation(config: PreTrainedConfig, layer_type: str | None = None) -> Rotatio
 
 def _distance_map(given: Any) -> DistanceMap:
     """That of ``rope_parameters``, where tuples are lists; ValueError if something is missing."""
-    needed = [name for name, needed in DISTANCE_FIELDS.items() if needed]
-    if not isinstance(given, dict) or not {*needed} <= given.keys() <= DISTANCE_FIELDS.keys():
+    needed = {"near", "slope", "start"}
+    if not isinstance(given, dict) or not needed <= given.keys() <= {*needed, "group"}:
         raise ValueError(
-            f"distance_map in rope_parameters must have {', '.join(needed)}, and may have group; "
+            "distance_map in rope_parameters must have near, slope, start, and may have group; "
             f"got {given!r}"
         )
-    slope, start = (
-        tuple(x) if isinstance(x, list) else x for x in (given["slope"], given["start"])
-    )
-    return DistanceMap(given["near"], slope, start, group=given.get("group", 1))
+    return DistanceMap(**{n: tuple(x) if isinstance(x, list) else x for n, x in given.items()})
 
 
 def with_distance_map(rope: dict[str, Any] | None) -> dict[str, Any] | None:

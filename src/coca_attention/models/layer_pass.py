@@ -271,8 +271,8 @@ class LayerPass(NamedTuple):
     ) -> Attended:
         """Attention with a distance map."""
         consecutive = self._at.consecutive
-        if self._begins(query) and not consecutive:
-            consecutive = self._at.begins_consecutive
+        if self._begins(query):
+            consecutive = self._at.grow_by_one
             stored = stored[..., : query.shape[-2], :]
             value = value[..., : query.shape[-2], :]
         keys = stored.shape[-2]

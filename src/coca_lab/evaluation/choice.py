@@ -230,20 +230,20 @@ class Choice:
 
         None where the best does no better than a guess beyond L: the text supports no choice.
         """
-        if not self.finds:
+        best = self.best
+        if best is None or not self.finds:
             return None
-        level = [each for each in self.candidates if not self._parted(each)]
+        level = [
+            each
+            for each in self.candidates
+            if each is best or not _above_zero(differences(each.far, best.far))
+        ]
         # What runs in Transformers runs there with this package, too.
         engines = [len({*each.engines}.difference(PACKAGE)) for each in level]
         most_run = [
             each for each, count in zip(level, engines, strict=True) if count == max(engines)
         ]
         return min(most_run, key=lambda each: mean_nats(each.far))
-
-    def _parted(self, each: Read) -> bool:
-        """Whether a candidate is worse than the best beyond L."""
-        assert self.best is not None
-        return each is not self.best and _above_zero(differences(each.far, self.best.far))
 
     @property
     def finds(self) -> bool:
