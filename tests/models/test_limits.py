@@ -207,11 +207,6 @@ def test_configurations_of_older_versions_are_read(family, leak, tmp_path):
     assert "max_distance" not in path.read_text()
 
 
-def test_old_names_of_settings_are_refused_with_the_new_one():
-    with pytest.raises(TypeError, match=r"unexpected .* 'max_distance'; it is called near now"):
-        convert(vanilla("Llama"), "rope", max_distance=8)
-
-
 LONG_QWEN = {
     "rope_type": "longrope", "rope_theta": 100.0, "factor": 4.0,
     "original_max_position_embeddings": 32,

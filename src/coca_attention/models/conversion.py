@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers import (
     initialization,
 )
 
-from coca_attention.errors import UserError, check_is_loaded, did_you_mean
+from coca_attention.errors import UserError, check_is_loaded
 from coca_attention.models.configuration import (
     GLOBAL,
     LOCAL,
@@ -43,13 +43,11 @@ from coca_attention.models.decoder import (
 from coca_attention.models.families import FAMILIES, Family, supported_families
 from coca_attention.models.fused import FUSED
 from coca_attention.models.projections import AttentionLayout
-from coca_attention.ops import FORMS, DistanceMap
+from coca_attention.ops import DistanceMap
 from coca_attention.roles import Conversion
 
 
-def convert(
-    model: PreTrainedModel, form: str | Conversion | None = None, **settings: Any
-) -> PreTrainedModel:
+def convert(model: PreTrainedModel, form: str | Conversion, **settings: Any) -> PreTrainedModel:
     """Convert a vanilla decoder to the CoCA model of its family, in place.
 
     Key projections (and key norms) are replaced by T projections, the pair means of their rows, and
@@ -61,28 +59,19 @@ def convert(
         model: A loaded model of a supported family: language model, model with a head for
             classification or question answering, or decoder. Of a model on the meta device,
             classes, configuration and shapes are converted.
-        form: Name of the score form, or a `Conversion`. It has to be named.
+        form: Name of the score form, or a `Conversion`.
         **settings: Fields of `Conversion`, such as ``near=4096``.
 
     Returns:
         The same model.
 
     Raises:
-        UserError: If no form is named, the model's family is not supported, the model is already
+        UserError: If the model's family is not supported, the model is already
             converted or quantised, or its projections are not plain `Linear` modules in memory. The
             model is then unchanged.
         TypeError: If a setting is unknown.
     """
     check_is_loaded(model)
-    known = [field.name for field in fields(Conversion)]
-    for name in sorted(settings.keys() - known):
-        hint = did_you_mean(name, known, f"; choose one of {', '.join(known)}")
-        raise TypeError(f"convert() got an unexpected keyword argument {name!r}{hint}")
-    if form is None:
-        raise UserError(
-            f"`form` is missing: one of {', '.join(FORMS)}, or with roles rope; to extend a "
-            "model's context without training use extend_context(model)"
-        )
     wanted = replace(form if isinstance(form, Conversion) else Conversion(form), **settings)
     forget_gguf(model)
     family, new_class = _find_family(model)
