@@ -15,8 +15,6 @@ from coca_attention import convert
 from coca_attention.errors import UserError
 from coca_attention.models import CoCALlamaConfig, Roles
 from coca_attention.models.configuration import (
-    GLOBAL,
-    LOCAL,
     attention_of,
     made_for,
     original_length,
@@ -25,7 +23,7 @@ from coca_attention.models.configuration import (
 )
 from coca_attention.ops import DistanceMap, Rotation, key_frames
 from coca_attention.ops.distances import attend_half_by_distance
-from coca_attention.testing import decoded_logits, difference, logits, some_tokens
+from coca_attention.testing import difference, logits, some_tokens
 from commands import run
 from covering import mostly_slow
 from families import (
@@ -214,20 +212,11 @@ LONG_QWEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("near", [24, 90])
-def test_longrope_takes_the_same_factors_in_layers_with_a_window(near):
-    """The original selects them by the length of the text, in every layer."""
+def test_layers_with_windows_and_a_rule_by_the_text_take_no_limit():
+    """The original selects its frequencies by the length of the text, in every layer."""
     sizes = {"max_position_embeddings": 128, "rope_parameters": LONG_QWEN}
-    model = vanilla("Qwen2", **sizes).double().eval()
-    texts = [some_tokens(model, length=n) for n in (20, 32, 33, 80)]
-    before = [logits(model, ids) for ids in texts]
-    convert(model, "rope", near=near)
-    for ids, expected in zip(texts, before, strict=True):
-        if ids.shape[1] <= near:
-            assert difference(logits(model, ids), expected) < 1e-6
-            assert difference(decoded_logits(model, ids, first=34), expected) < 1e-6
-    rules = {rotation(model.config, kind).for_length(128).rule for kind in (LOCAL, GLOBAL)}
-    assert len(rules) == 1
+    with pytest.raises(UserError, match="needs frequencies of one length; got longrope scaling"):
+        convert(vanilla("Qwen2", **sizes), "rope")
 
 
 def test_groups_of_tokens_have_no_frames():

@@ -22,7 +22,7 @@ STATEFUL = "hybrid"
 ROTATION_FIELDS = {
     "turning_pairs" if item.name == "turning" else item.name: item.name
     for item in fields(Rotation)
-    if item.name not in ("width", "base", "rule", "settles")
+    if item.name not in ("width", "base", "rule")
 }
 """Our additions to ``rope_parameters``, and the fields of a `Rotation` that they are."""
 LOCAL_RULE = "local"
@@ -270,24 +270,24 @@ def rotation(config: PreTrainedConfig, layer_type: str | None = None) -> Rotatio
             f"rope_type {rope_type!r} is not supported by CoCA models; choose one of "
             f"{', '.join((*rules, *PARAMETERS))}"
         )
-    settles = None
     options = {
         name: rope[key] for key, name in ROTATION_FIELDS.items() if rope.get(key) is not None
     }
     if "distance_map" in options:
         options["distance_map"] = _distance_map(options["distance_map"])
     if local:
-        beside = rope_parameters(config, layer_type).get("distance_map")
-        if beside is None:
-            made = made.for_length(config.sliding_window)
-        elif _distance_map(beside).is_limit:
-            # Up to near tokens nothing is to change: longrope selects its factors by the text.
-            settles = _distance_map(beside).near
+        found = made
+        made = made.for_length(config.sliding_window)
+        if made != found and rope_parameters(config, layer_type).get("distance_map") is not None:
+            # Up to near tokens nothing is to change, and longrope selects its factors by the text.
+            raise ValueError(
+                f"a distance map beside layers with windows needs frequencies of one length; got "
+                f"{found.kind} scaling"
+            )
     return Rotation(
         width=int(head_width(config) * rope.get("partial_rotary_factor", 1.0)),
         base=float(rope.get("rope_theta", 10000.0)),
         rule=made,
-        settles=settles,
         **options,
     )
 

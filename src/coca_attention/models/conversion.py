@@ -226,12 +226,13 @@ def _new_configuration(family: Family, old: PreTrainedConfig, wanted: Conversion
             added["rope_parameters"] = with_global(old, rope | limits)
     try:
         config = family.config.from_dict({**values, **added})
+        if has_own_roles(config) and rope.get("rope_type", "default") != "default":
+            kept = {name: x for name, x in rope.items() if name not in ROTATION_FIELDS}
+            config.rope_parameters[LOCAL_RULE] = kept
+            rotation(config, LOCAL)  # checks it
     except Exception as error:
         # Strict configurations wrap the errors of their checks.
         raise UserError(f"not a valid configuration of a CoCA model: {error}") from error
-    if has_own_roles(config) and rope.get("rope_type", "default") != "default":
-        kept = {name: x for name, x in rope.items() if name not in ROTATION_FIELDS}
-        config.rope_parameters[LOCAL_RULE] = kept
     theirs = old._attn_implementation
     config._attn_implementation = "sdpa" if theirs == FUSED else theirs
     config._experts_implementation = old._experts_implementation

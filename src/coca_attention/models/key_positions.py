@@ -117,11 +117,6 @@ class Reading:
             self.position_ids = (torch.arange(self.length, device=tokens.device) + self.past)[None]
 
     @property
-    def hides_by_window(self) -> bool:
-        """Whether layers with a window hide what is out of it: not if a caller's mask is 4-D."""
-        return not isinstance(self.mask, Tensor) or self.mask.dim() != 4
-
-    @property
     def ends(self) -> bool:
         """Whether these tokens are the last keys: a static cache has more slots."""
         return isinstance(self.past, int) and self.slots == self.past + self.length

@@ -157,8 +157,6 @@ class LayerPass(NamedTuple):
         if self.angles.far is None:
             return self
         longest = self._at.longest_distance(keys)
-        if longest is not None and self._at.consecutive and self._at.reading.hides_by_window:
-            longest = min(longest, (self.window or keys) - 1)
         if longest is not None and longest < self._distance_map.near:
             return self._replace(angles=self.angles._replace(far=None))
         if self.function not in ("sdpa", "eager"):

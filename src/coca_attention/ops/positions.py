@@ -205,9 +205,8 @@ class Rotation:
         decay_length: Distance in tokens at which the decay begins.
         distance_map: What distances count as. Scores must depend on nothing but distances before
             it, and there is no decay. Default: distances as they are.
-        settles: Length of a text, in tokens, from which on a rule that follows the length of texts
-            (longrope, dynamic) stays as it is. Default: ``near`` of a map by which distances are
-            limited, which is to change nothing in texts of up to as many tokens.
+            If it limits distances, a rule that follows the length of texts (longrope, dynamic)
+            stays as it is from ``near`` on, so nothing changes in texts of up to as many tokens.
     """
 
     width: int
@@ -218,7 +217,6 @@ class Rotation:
     decay: float | None = None
     decay_length: float = 64.0
     distance_map: DistanceMap | None = None
-    settles: int | None = None
 
     def __post_init__(self) -> None:
         check_width(self.width, "rotary width")
@@ -232,8 +230,6 @@ class Rotation:
             check_whole("temperature, a number of tokens,", self.temperature)
         if self.decay is not None:
             check_real("decay", self.decay)
-        if self.settles is not None:
-            check_whole("settles, a number of tokens,", self.settles)
         found = self.distance_map
         if found is None:
             return
@@ -261,11 +257,9 @@ class Rotation:
 
     @property
     def _settles(self) -> int | None:
-        """`settles` or its default."""
+        """Length of a text, in tokens, from which on the rule stays as it is."""
         found = self.distance_map
-        if self.settles is None and found is not None and found.is_limit:
-            return found.near
-        return self.settles
+        return found.near if found is not None and found.is_limit else None
 
     @property
     def _settled_rule(self) -> Rule:
@@ -281,7 +275,7 @@ class Rotation:
         return theta
 
     def for_length(self, length: int) -> "Rotation":
-        """The rotation for a text of ``length`` tokens, of which `settles` count at most."""
+        """The rotation for a text of ``length`` tokens, of which a limit counts at most."""
         return replace(self, rule=self.rule.for_length(min(length, self._settles or length)))
 
     @property
