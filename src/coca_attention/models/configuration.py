@@ -90,11 +90,6 @@ def own_window(config: PreTrainedConfig) -> int | None:
     return (config.sliding_window or None) if "sliding_window" in known else None
 
 
-def _kinds(config: PreTrainedConfig) -> list[str]:
-    """The types that some layers have."""
-    return sorted(set(getattr(config, "layer_types", None) or {GLOBAL}))
-
-
 def window_of(config: PreTrainedConfig, layer_type: str | None = None) -> int | None:
     """Tokens that a query sees in layers of a type, its own included; None for all."""
     kinds = {layer_type} if layer_type else set(layer_types(config))
@@ -378,7 +373,7 @@ class CoCAConfig:
         self.rope_parameters = with_distance_map(self.rope_parameters)
         super().__post_init__(**kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         # Rotary models of older versions have another form, of no pairs.
-        if all(free_pairs(self, kind) == head_width(self) // 2 for kind in _kinds(self)):
+        if all(free_pairs(self, kind) == head_width(self) // 2 for kind in layer_types(self)):
             self.coca_form = ROTARY
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -405,7 +400,7 @@ class CoCAConfig:
             check_whole(f"sliding_window of {LOCAL} layers", window, smallest)
         if self.coca_linear:
             self._check_linear()
-        for layer_type in _kinds(self):
+        for layer_type in sorted(set(layer_types(self))):
             free = free_pairs(self, layer_type)
             turning = rotation(self, layer_type)
             check_whole("coca_free_pairs", free, 0, width // 2)
