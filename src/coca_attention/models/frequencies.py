@@ -22,7 +22,7 @@ PARAMETERS = {
 }
 """Rules of Transformers beside those of `coca_attention.ops`, and what they read; ``length``, of
 ours, fixes the text for which longrope chooses its factors."""
-DEFAULTS: dict[str, dict[str, Any]] = {
+RULE_DEFAULTS: dict[str, dict[str, Any]] = {
     "dynamic": {"factor": 1.0},
     "yarn": {"factor": 1.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True},
     "llama3": {"factor": 1.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
@@ -131,7 +131,7 @@ class StockRule(Rule):
         From ``longest``, a model's ``max_position_embeddings``, ``longrope`` derives its factor.
         """
         given = {name: rope[name] for name in PARAMETERS[kind] if rope.get(name) is not None}
-        given = DEFAULTS[kind] | given
+        given = RULE_DEFAULTS[kind] | given
         length = given.pop("length", None)
         if "factor" not in given and training_length and longest:
             given["factor"] = max(longest / training_length, 1.0)
