@@ -295,7 +295,8 @@ def _distance_map(given: Any) -> DistanceMap:
             "distance_map in rope_parameters must have near, slope, start, and may have group; "
             f"got {given!r}"
         )
-    return DistanceMap(**{n: tuple(x) if isinstance(x, list) else x for n, x in given.items()})
+    values: Any = {n: tuple(x) if isinstance(x, list) else x for n, x in given.items()}
+    return DistanceMap(**values)
 
 
 def with_distance_map(rope: dict[str, Any] | None) -> dict[str, Any] | None:
