@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from coca_attention.errors import check_real, check_whole
 from coca_attention.ops import (
     LinearState,
     Rotation,
@@ -22,13 +23,7 @@ from coca_attention.ops import (
     query_map,
     score_scale,
 )
-from coca_attention.ops.checks import (
-    check_heads,
-    check_positions,
-    check_real,
-    check_whole,
-    check_width,
-)
+from coca_attention.ops.checks import check_heads, check_positions, check_width
 from coca_attention.ops.linear import Turns, attend_turned, check_linear, linear_turns
 from coca_attention.ops.positions import rotation_of
 

@@ -7,10 +7,10 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from coca_attention.errors import UserError
+from coca_attention.errors import UserError, check_whole
 from coca_attention.models.frequencies import PARAMETERS, StockRule
 from coca_attention.ops import RULES, DistanceMap, Rotation, Rule, ScoreForm, get_form
-from coca_attention.ops.checks import check_heads, check_whole, check_width
+from coca_attention.ops.checks import check_heads, check_width
 from coca_attention.ops.forms import check_shift_invariant
 from coca_attention.ops.linear import check_linear
 from coca_attention.roles import Roles

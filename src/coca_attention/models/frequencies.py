@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from coca_attention.errors import check_real, check_whole
 from coca_attention.ops import Rule
-from coca_attention.ops.checks import check_real, check_whole
 
 PARAMETERS = {
     "dynamic": ("factor",),

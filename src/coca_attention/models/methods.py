@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from coca_attention.errors import UserError, check_is_loaded, did_you_mean
+from coca_attention.errors import UserError, check_is_loaded, check_whole, did_you_mean
 from coca_attention.method_names import MethodName
 from coca_attention.models.configuration import (
     EXTENSION,
@@ -39,7 +39,6 @@ from coca_attention.models.scaling import (
     set_rope_parameters,
 )
 from coca_attention.ops import NTK, DistanceMap
-from coca_attention.ops.checks import check_whole
 
 STOCK = ("Transformers", "vLLM", "SGLang", "llama.cpp")
 """Engines that run the classes of Transformers."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from coca_attention.errors import UserError, check_is_loaded
+from coca_attention.errors import UserError, check_is_loaded, check_whole
 from coca_attention.models.configuration import (
     GLOBAL,
     LOCAL_RULE,
@@ -24,7 +24,6 @@ from coca_attention.models.families import FAMILIES, supported_families
 from coca_attention.models.frequencies import PARAMETERS, RULE_DEFAULTS
 from coca_attention.models.rotary import CoCARotary, StatelessRotary
 from coca_attention.ops import NTK, RULES
-from coca_attention.ops.checks import check_whole
 
 KEPT = (
     "rope_theta",

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from coca_attention.errors import check_whole
 from coca_attention.ops import kernels
-from coca_attention.ops.checks import check_whole
 from coca_attention.ops.forms import Pairing, ScoreForm, check_parameters, get_form
 from coca_attention.ops.positions import join_pairs, split_pairs
 

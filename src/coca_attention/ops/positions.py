@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from coca_attention.ops.checks import check_real, check_whole, check_width
+from coca_attention.errors import check_real, check_whole
+from coca_attention.ops.checks import check_width
 from coca_attention.ops.rules import UNSCALED, Rule
 
 NO_FLOAT64 = ("mps",)
