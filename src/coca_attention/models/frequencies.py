@@ -52,11 +52,6 @@ class StockRule(Rule):
 
     def __post_init__(self) -> None:
         given = dict(self.parameters)
-        if not self.training_length:
-            raise ValueError(
-                f"rotary scaling {self.kind!r} needs training_length, the model's training length "
-                "in tokens"
-            )
         check_whole("rotary scaling training_length, a number of tokens,", self.training_length)
         if self.length is not None:
             check_whole("rotary scaling length, a number of tokens,", self.length)
