@@ -74,9 +74,33 @@ def attend(
             the mask has another shape, or the window is not positive or not causal.
         TypeError: If the mask is neither boolean nor floating.
     """
-    _check_inputs(query, value, attention_mask, is_causal, window)
     queries = query.shape[-2]
     keys = key.shape[-2]
+    check_heads(query.shape[-3], key.shape[-3])
+    if is_causal and queries > keys:
+        raise ValueError(
+            f"in causal attention the queries are the last positions of the keys, so there must be "
+            f"at least as many keys as queries; got {queries} queries and {keys} keys"
+        )
+    if window is not None and (window < 1 or not is_causal):
+        raise ValueError(
+            f"window must be at least 1 and requires causal attention; got window={window} with "
+            f"is_causal={is_causal}"
+        )
+    if attention_mask is not None:
+        if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
+            raise TypeError(
+                f"attention_mask must be boolean (True = may attend) or floating (added to the "
+                f"scores), got {attention_mask.dtype}; convert a mask of 0 and 1 with .bool()"
+            )
+        shape = (*query.shape[:-1], keys)
+        sizes = zip(attention_mask.shape[::-1], shape[::-1], strict=False)
+        fits = all(size in (1, full) for size, full in sizes)
+        if not 2 <= attention_mask.dim() <= len(shape) or not fits:
+            raise ValueError(
+                f"attention_mask must be broadcastable to (batch, heads, queries, keys), here "
+                f"{tuple(shape)}, got shape {tuple(attention_mask.shape)}"
+            )
     if queries == 0:
         return query.new_zeros(*query.shape[:-1], value.shape[-1])
     if scale is None:
@@ -220,38 +244,6 @@ def can_be_opaque(queries: int, mask: Tensor | None, dropout: float) -> bool:
     # query has no blocks, and is faster in the graph.
     learned = mask is not None and mask.requires_grad
     return queries > 1 and compiling() and not dropout and not learned
-
-
-def _check_inputs(
-    query: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, window: int | None
-) -> None:
-    """Raise unless the arguments of `attend` fit each other."""
-    queries, keys = query.shape[-2], value.shape[-2]
-    check_heads(query.shape[-3], value.shape[-3])
-    if is_causal and queries > keys:
-        raise ValueError(
-            f"in causal attention the queries are the last positions of the keys, so there must be "
-            f"at least as many keys as queries; got {queries} queries and {keys} keys"
-        )
-    if window is not None and (window < 1 or not is_causal):
-        raise ValueError(
-            f"window must be at least 1 and requires causal attention; got window={window} with "
-            f"is_causal={is_causal}"
-        )
-    if mask is None:
-        return
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise TypeError(
-            f"attention_mask must be boolean (True = may attend) or floating (added to the "
-            f"scores), got {mask.dtype}; convert a mask of 0 and 1 with .bool()"
-        )
-    shape = (*query.shape[:-1], keys)
-    fits = all(a in (1, b) for a, b in zip(mask.shape[::-1], shape[::-1], strict=False))
-    if not 2 <= mask.dim() <= len(shape) or not fits:
-        raise ValueError(
-            f"attention_mask must be broadcastable to (batch, heads, queries, keys), here "
-            f"{tuple(shape)}, got shape {tuple(mask.shape)}"
-        )
 
 
 def in_blocks(
