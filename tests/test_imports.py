@@ -18,7 +18,7 @@ LIBRARY = {
     "__init__": {"ops", "layer", "models"},
     "errors": set(),
     "ops": {"errors"},
-    "layer": {"ops"},
+    "layer": {"ops", "errors"},
     "roles": {"errors", "ops"},  # ops where settings are checked
     "method_names": set(),
     "models": {"ops", "layer", "errors", "roles", "method_names"},

@@ -1,10 +1,12 @@
-"""Errors that the user can fix, and the words of their messages."""
+"""Errors that the user can fix, checks of numbers, and the words of their messages."""
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, metadata
-from typing import ClassVar, Self
+from numbers import Integral, Real
+from typing import TypeGuard
 
 
 class UserError(ValueError):
@@ -51,6 +53,45 @@ def install(extra: str = "") -> str:
     return f"pip install '.{extras}'  # in a clone of coca-attention"
 
 
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_whole(
+    name: str,
+    value: object,
+    lowest: int = 1,
+    highest: int | None = None,
+    error: type[ValueError] = ValueError,
+) -> None:
+    """Raise ``error`` unless a value is a whole number in a range; True is none."""
+    if not _is_whole(value) or value < lowest or (highest is not None and value > highest):
+        limits = f"of at least {lowest:,}"
+        if highest is not None:
+            limits = f"between {lowest:,} and {highest:,}"
+        raise error(f"{name} must be a whole number {limits}, got {value!r}")
+
+
+def check_real(
+    name: str,
+    value: object,
+    lowest: float = 0,
+    highest: float = math.inf,
+    *,
+    above: bool = False,
+    error: type[ValueError] = ValueError,
+) -> None:
+    """Raise ``error`` unless a value is a finite number in a range, ``above``: without its end."""
+    number = math.nan
+    if isinstance(value, Real) and not isinstance(value, bool):
+        number = float(value)
+    fits = lowest <= number <= highest and math.isfinite(number)
+    if not fits or (above and number == lowest):
+        limits = f"{'above' if above else 'from'} {lowest}"
+        limits += f" to {highest}" if highest < math.inf else ""
+        raise error(f"{name} must be a finite number {limits}, got {value!r}")
+
+
 def check_is_loaded(model: object) -> None:
     """Raise UserError for a path, a name, None or whatever else is there in place of a model."""
     if not callable(model):
@@ -74,16 +115,3 @@ def error_prefix(prefix: str) -> Iterator[None]:
         yield
     except UserError as error:
         raise type(error)(f"{prefix}{error}") from error
-
-
-class RenamedArguments:
-    """A base of dataclasses whose arguments had other names, by which they are refused."""
-
-    RENAMED: ClassVar[dict[str, str]] = {}
-    """What is to be given in place of an old name."""
-
-    def __new__(cls, *args: object, **kwargs: object) -> Self:
-        for name in cls.RENAMED:
-            if name in kwargs:
-                raise TypeError(f"{cls.__name__} has no {name} any more: give {cls.RENAMED[name]}")
-        return super().__new__(cls)

@@ -1,11 +1,9 @@
 """What a model is converted to: its score form, and the roles of its layers."""
 
-import math
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Literal
 
-from coca_attention.errors import RENAMED, RenamedArguments, UserError, did_you_mean
+from coca_attention.errors import UserError, check_real, check_whole, did_you_mean
 
 LONGEST = 2**40
 """Tokens of any text; a length beyond it is a mistake, which PyTorch would not name."""
@@ -49,17 +47,11 @@ class Roles:
             raise UserError(f"`layers` must consist of the letters l and g, got {self.layers!r}")
         for name, smallest in (("window", 2), ("turning_pairs", 0)):
             value = getattr(self, name)
-            whole = isinstance(value, Integral) and not isinstance(value, bool)
-            if value is not None and not (whole and smallest <= int(value) <= LONGEST):
-                raise UserError(
-                    f"`{name}` must be a whole number between {smallest} and {LONGEST}, got "
-                    f"{value!r}"
-                )
-        if not (_is_finite(self.decay) and self.decay >= 0):
-            raise UserError(f"`decay` must be a finite number from 0, got {self.decay!r}")
-        length = self.decay_length
-        if length is not None and not (_is_finite(length) and length > 0):
-            raise UserError(f"`decay_length` must be a finite number above 0, got {length!r}")
+            if value is not None:
+                check_whole(f"`{name}`", value, smallest, LONGEST, error=UserError)
+        check_real("`decay`", self.decay, error=UserError)
+        if self.decay_length is not None:
+            check_real("`decay_length`", self.decay_length, above=True, error=UserError)
 
     def rotation_fields(self, length: int) -> dict[str, float]:
         """Rotary parameters of layers that see the whole text, for a training length in tokens."""
@@ -74,14 +66,12 @@ class Roles:
 
 
 @dataclass(frozen=True)
-class Conversion(RenamedArguments):
+class Conversion:
     """What a vanilla model is converted to.
 
     Raises:
         UserError: If a name is unknown, or two settings contradict each other.
     """
-
-    RENAMED = RENAMED
 
     form: str = "slack"
     """Score form: slack (the paper's Eq. 10), strict (Eq. 9) or magnitude (cf. PoPE); with roles,
@@ -105,9 +95,8 @@ class Conversion(RenamedArguments):
     """What is kept of earlier tokens: whole keys, or coefficients of half their width."""
 
     def __post_init__(self) -> None:
-        # They import torch, for which the help of a command need not wait.
+        # It imports torch, for which the help of a command need not wait.
         from coca_attention.ops import FORMS
-        from coca_attention.ops.checks import check_whole
 
         forms = (*FORMS, "rope")
         if self.form not in forms:
@@ -136,7 +125,3 @@ class Conversion(RenamedArguments):
     def changes_function(self) -> bool:
         """Whether the model computes something else at once, within the training length."""
         return self.form != "rope" or self.roles is not None
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

@@ -48,7 +48,6 @@ def _shifted(q0: Tensor, q1: Tensor, cos: Tensor, sin: Tensor, *, phase: Tensor)
 
 SHIFTED = ScoreForm(
     "shifted",
-    "Shifted",
     True,
     _shifted,
     parameters={"phase": lambda heads, pairs: torch.zeros(heads, pairs)},

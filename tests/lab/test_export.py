@@ -111,7 +111,7 @@ def test_context_is_folded_into_global_scores():
             ),
             "decay",
         ),
-        (lambda: convert(vanilla("Llama"), roles=Roles("lg")), "strict|slack"),
+        (lambda: convert(vanilla("Llama"), "slack", roles=Roles("lg")), "slack"),
         (lambda: convert(vanilla("Llama"), "rope"), "local and global layers"),
     ],
 )

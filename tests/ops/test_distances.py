@@ -294,16 +294,6 @@ def test_a_rotation_may_have_everything_at_once(form, kind):
     assert (ours - expected).abs().max() <= 1e-12
 
 
-def test_old_names_are_refused_with_the_new_one():
-    for options, expected in [
-        ({"max_distance": 7}, r"give distance_map=DistanceMap\.limited\(max_distance\)"),
-        ({"max_distance": 7, "leak": 0.3}, "Rotation has no max_distance any more"),
-        ({"leak": 0.3}, r"give distance_map=DistanceMap\.leaky\(max_distance, leak\)"),
-    ]:
-        with pytest.raises(TypeError, match=expected):
-            Rotation(WIDTH, **options)
-
-
 def test_a_temperature_is_for_causal_attention():
     """It counts the keys before a query."""
     q, t, v = inputs(0)

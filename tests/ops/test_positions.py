@@ -130,7 +130,7 @@ def test_rotation_gives_the_scores_of_equation_2(pairs, interleaved, first, seed
     [
         (Linear, {"factor": 0.0}, "factor must be a finite number from 1, got 0"),
         (Linear, {"factor": "2"}, "factor must be a finite number from 1, got '2'"),
-        (stock, {"kind": "dynamic", "training_length": None}, "needs training_length"),
+        (stock, {"kind": "dynamic", "training_length": None}, "training_length, a number of tok"),
         (NTK, {"length": 64}, "needs training_length"),
         (NTK, {"length": 0, "training_length": 8}, "must be a whole number of at least 1, got 0"),
         (NTK, {"length": "8", "training_length": 8}, "whole number of at least 1, got '8'"),
@@ -143,7 +143,6 @@ def test_rotation_gives_the_scores_of_equation_2(pairs, interleaved, first, seed
         (Rotation, {"width": 8, "rule": "ntk"}, r"such as NTK\(factor=2\.0\), got 'ntk'"),
         (Rotation, {"width": 8, "turning": 5}, "between 0 and 4, got 5"),
         (Rotation, {"width": 8, "temperature": 0}, "whole number of at least 1, got 0"),
-        (Rotation, {"width": 8, "settles": 0}, "whole number of at least 1, got 0"),
         (Rotation, {"width": 8, "decay": -1.0}, "decay must be a finite number from 0, got -1"),
         (Rotation, {"width": 8, "decay": math.nan}, "decay must be a finite number from 0, got"),
         (Rotation, {"width": 8, "decay": 1.0, "decay_length": 0.0}, "above 0, got 0"),

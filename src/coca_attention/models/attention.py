@@ -137,7 +137,6 @@ class CollinearAttention(nn.Module):
             sin = layer.angles.sin
             stored = key_map(coefficients, cos, sin, free_pairs=self.free_pairs)
         if cache is not None:
-            check_cache_width(cache, self.layer_idx, stored.shape[-1])
             # A paged cache changes `kwargs`, the arguments of the attention function, in place.
             stored, value = cache.update(stored, value, self.layer_idx, kwargs=kwargs)
         layer = layer.within_near(stored.shape[-2])
@@ -162,17 +161,3 @@ class CollinearAttention(nn.Module):
         output = self.get_submodule(self.layout.output_name)(output)
         dropout = getattr(self, "residual_dropout", 0.0)  # of Starcoder 2 and Seed-OSS
         return F.dropout(output, dropout, self.training) if dropout else output
-
-
-def check_cache_width(cache: Cache, layer_idx: int, width: int) -> None:
-    """Raise ValueError if the width of the cached keys differs from that of new keys."""
-    layers = getattr(cache, "layers", None)
-    if layers is None or layer_idx >= len(layers):
-        return
-    keys = getattr(layers[layer_idx], "keys", None)
-    if isinstance(keys, Tensor) and keys.dim() == 4 and keys.shape[-1] != width:
-        raise ValueError(
-            f"the cache holds keys of width {keys.shape[-1]} but this model adds keys of width "
-            f"{width}: precomputed keys (prefix tuning, the cache of another model or another "
-            'kv_cache) must match the kind of cache; set config.kv_cache = "full" for prefix tuning'
-        )

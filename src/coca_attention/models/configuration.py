@@ -1,16 +1,16 @@
 """Configurations: what their fields say, and those of CoCA models."""
 
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from coca_attention.errors import UserError
+from coca_attention.errors import UserError, check_whole
 from coca_attention.models.frequencies import PARAMETERS, StockRule
 from coca_attention.ops import RULES, DistanceMap, Rotation, Rule, ScoreForm, get_form
-from coca_attention.ops.checks import check_heads, check_whole, check_width
+from coca_attention.ops.checks import check_heads, check_width
 from coca_attention.ops.forms import check_shift_invariant
 from coca_attention.ops.linear import check_linear
 from coca_attention.roles import Roles
@@ -22,11 +22,9 @@ STATEFUL = "hybrid"
 ROTATION_FIELDS = {
     "turning_pairs" if item.name == "turning" else item.name: item.name
     for item in fields(Rotation)
-    if item.name not in ("width", "base", "rule", "settles")
+    if item.name not in ("width", "base", "rule")
 }
 """Our additions to ``rope_parameters``, and the fields of a `Rotation` that they are."""
-DISTANCE_FIELDS = {item.name: item.default is MISSING for item in fields(DistanceMap)}
-"""What ``distance_map`` in ``rope_parameters`` has, and whether it must."""
 LOCAL_RULE = "local"
 """Our addition to ``rope_parameters``: those of local layers that keep a rule of the original."""
 UNSUPPORTED = {
@@ -92,11 +90,6 @@ def own_window(config: PreTrainedConfig) -> int | None:
     return (config.sliding_window or None) if "sliding_window" in known else None
 
 
-def _kinds(config: PreTrainedConfig) -> list[str]:
-    """The types that some layers have."""
-    return sorted(set(getattr(config, "layer_types", None) or {GLOBAL}))
-
-
 def window_of(config: PreTrainedConfig, layer_type: str | None = None) -> int | None:
     """Tokens that a query sees in layers of a type, its own included; None for all."""
     kinds = {layer_type} if layer_type else set(layer_types(config))
@@ -126,21 +119,8 @@ def attention_of(config: PreTrainedConfig) -> str | None:
 
 
 def extension_of(config: PreTrainedConfig) -> dict[str, Any] | None:
-    """What `extend_context` has written: the method, L as ``length`` and T as ``to``.
-
-    None of a model that was not extended. UserError if something of it is missing.
-    """
-    found = getattr(config, EXTENSION, None)
-    if not found:
-        return None
-    if not isinstance(found, dict) or not {"method", "length", "to"} <= found.keys():
-        raise UserError(
-            f"{EXTENSION} in config.json must have method, length and to, as extend_context writes "
-            f"them; got {found!r}: extend the original model once more"
-        )
-    for name in ("length", "to"):
-        check_whole(f"{name} of {EXTENSION} in config.json", found[name], error=UserError)
-    return found
+    """What `extend_context` has written: the method, L as ``length`` and T as ``to``, if it has."""
+    return getattr(config, EXTENSION, None)
 
 
 def made_for(config: PreTrainedConfig) -> tuple[int | None, str]:
@@ -150,9 +130,6 @@ def made_for(config: PreTrainedConfig) -> tuple[int | None, str]:
     `original_length`; where `extend_context` has, the length from which it did. Public
     configurations say it in several ways; where they leave it open, the reason begins with
     "assumed". None if nothing says it.
-
-    Raises:
-        UserError: If what `extend_context` writes is incomplete.
     """
     extended = extension_of(config)
     if extended:
@@ -288,40 +265,38 @@ def rotation(config: PreTrainedConfig, layer_type: str | None = None) -> Rotatio
             f"rope_type {rope_type!r} is not supported by CoCA models; choose one of "
             f"{', '.join((*rules, *PARAMETERS))}"
         )
-    settles = None
     options = {
         name: rope[key] for key, name in ROTATION_FIELDS.items() if rope.get(key) is not None
     }
     if "distance_map" in options:
         options["distance_map"] = _distance_map(options["distance_map"])
     if local:
-        beside = rope_parameters(config, layer_type).get("distance_map")
-        if beside is None:
-            made = made.for_length(config.sliding_window)
-        elif _distance_map(beside).is_limit:
-            # Up to near tokens nothing is to change: longrope selects its factors by the text.
-            settles = _distance_map(beside).near
+        found = made
+        made = made.for_length(config.sliding_window)
+        if made != found and rope_parameters(config, layer_type).get("distance_map") is not None:
+            # Up to near tokens nothing is to change, and longrope selects its factors by the text.
+            raise ValueError(
+                f"a distance map beside layers with windows needs frequencies of one length; got "
+                f"{found.kind} scaling"
+            )
     return Rotation(
         width=int(head_width(config) * rope.get("partial_rotary_factor", 1.0)),
         base=float(rope.get("rope_theta", 10000.0)),
         rule=made,
-        settles=settles,
         **options,
     )
 
 
 def _distance_map(given: Any) -> DistanceMap:
     """That of ``rope_parameters``, where tuples are lists; ValueError if something is missing."""
-    needed = [name for name, needed in DISTANCE_FIELDS.items() if needed]
-    if not isinstance(given, dict) or not {*needed} <= given.keys() <= DISTANCE_FIELDS.keys():
+    needed = {"near", "slope", "start"}
+    if not isinstance(given, dict) or not needed <= given.keys() <= {*needed, "group"}:
         raise ValueError(
-            f"distance_map in rope_parameters must have {', '.join(needed)}, and may have group; "
+            "distance_map in rope_parameters must have near, slope, start, and may have group; "
             f"got {given!r}"
         )
-    slope, start = (
-        tuple(x) if isinstance(x, list) else x for x in (given["slope"], given["start"])
-    )
-    return DistanceMap(given["near"], slope, start, group=given.get("group", 1))
+    values: Any = {n: tuple(x) if isinstance(x, list) else x for n, x in given.items()}
+    return DistanceMap(**values)
 
 
 def with_distance_map(rope: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -399,7 +374,7 @@ class CoCAConfig:
         self.rope_parameters = with_distance_map(self.rope_parameters)
         super().__post_init__(**kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         # Rotary models of older versions have another form, of no pairs.
-        if all(free_pairs(self, kind) == head_width(self) // 2 for kind in _kinds(self)):
+        if all(free_pairs(self, kind) == head_width(self) // 2 for kind in layer_types(self)):
             self.coca_form = ROTARY
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -426,7 +401,7 @@ class CoCAConfig:
             check_whole(f"sliding_window of {LOCAL} layers", window, smallest)
         if self.coca_linear:
             self._check_linear()
-        for layer_type in _kinds(self):
+        for layer_type in sorted(set(layer_types(self))):
             free = free_pairs(self, layer_type)
             turning = rotation(self, layer_type)
             check_whole("coca_free_pairs", free, 0, width // 2)

@@ -1,9 +1,8 @@
 """Converting vanilla models and the authors' checkpoints to the CoCA models of their families."""
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from transformers import (
     initialization,
 )
 
-from coca_attention.errors import UserError, check_is_loaded, did_you_mean
+from coca_attention.errors import UserError, check_is_loaded
 from coca_attention.models.configuration import (
     GLOBAL,
     LOCAL,
@@ -32,7 +31,6 @@ from coca_attention.models.configuration import (
     rope_parameters,
     rotation,
     unsupported,
-    window_of,
     with_global,
     without_positions,
 )
@@ -45,15 +43,11 @@ from coca_attention.models.decoder import (
 from coca_attention.models.families import FAMILIES, Family, supported_families
 from coca_attention.models.fused import FUSED
 from coca_attention.models.projections import AttentionLayout
-from coca_attention.ops import FORMS, DistanceMap
+from coca_attention.ops import DistanceMap
 from coca_attention.roles import Conversion
 
-log = logging.getLogger(__name__)
 
-
-def convert(
-    model: PreTrainedModel, form: str | Conversion | None = None, **settings: Any
-) -> PreTrainedModel:
+def convert(model: PreTrainedModel, form: str | Conversion, **settings: Any) -> PreTrainedModel:
     """Convert a vanilla decoder to the CoCA model of its family, in place.
 
     Key projections (and key norms) are replaced by T projections, the pair means of their rows, and
@@ -65,28 +59,19 @@ def convert(
         model: A loaded model of a supported family: language model, model with a head for
             classification or question answering, or decoder. Of a model on the meta device,
             classes, configuration and shapes are converted.
-        form: Name of the score form, or a `Conversion`. It has to be named.
+        form: Name of the score form, or a `Conversion`.
         **settings: Fields of `Conversion`, such as ``near=4096``.
 
     Returns:
         The same model.
 
     Raises:
-        UserError: If no form is named, the model's family is not supported, the model is already
+        UserError: If the model's family is not supported, the model is already
             converted or quantised, or its projections are not plain `Linear` modules in memory. The
             model is then unchanged.
         TypeError: If a setting is unknown.
     """
     check_is_loaded(model)
-    known = [field.name for field in fields(Conversion)]
-    for name in sorted(settings.keys() - known):
-        hint = did_you_mean(name, known, f"; choose one of {', '.join(known)}")
-        raise TypeError(f"convert() got an unexpected keyword argument {name!r}{hint}")
-    if form is None:
-        raise UserError(
-            f"`form` is missing: one of {', '.join(FORMS)}, or with roles rope; to extend a "
-            "model's context without training use extend_context(model)"
-        )
     wanted = replace(form if isinstance(form, Conversion) else Conversion(form), **settings)
     forget_gguf(model)
     family, new_class = _find_family(model)
@@ -99,7 +84,6 @@ def convert(
     for module in model.modules():
         if getattr(module, "config", None) is old:
             module.config = config
-    _warn_if_unaffected(config)
     replace_attention(body, family.body)
     change_class(model, new_class, config)
     # post_init sets up sharding plans and the like for the new class; keep the weights.
@@ -137,19 +121,6 @@ def name_separate_head(model: PreTrainedModel) -> None:
     if weight.data_ptr() != embeddings.weight.data_ptr():
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False
-
-
-def _warn_if_unaffected(config: PreTrainedConfig) -> None:
-    """Warn if distances are limited that no layer's window reaches."""
-    found = rotation(config, GLOBAL)
-    window = window_of(config)
-    length = found.temperature
-    if window is None or found.distance_map is None or length is None:
-        return
-    near = found.distance_map.near
-    if window <= min(near + 1, length):
-        seen = f"every layer sees the last {window:,} tokens"
-        log.warning(f"Limiting distances to {near:,} tokens changes nothing: {seen}.")
 
 
 def _find_family(model: PreTrainedModel) -> tuple[Family, type]:
@@ -255,12 +226,13 @@ def _new_configuration(family: Family, old: PreTrainedConfig, wanted: Conversion
             added["rope_parameters"] = with_global(old, rope | limits)
     try:
         config = family.config.from_dict({**values, **added})
+        if has_own_roles(config) and rope.get("rope_type", "default") != "default":
+            kept = {name: x for name, x in rope.items() if name not in ROTATION_FIELDS}
+            config.rope_parameters[LOCAL_RULE] = kept
+            rotation(config, LOCAL)  # checks it
     except Exception as error:
         # Strict configurations wrap the errors of their checks.
         raise UserError(f"not a valid configuration of a CoCA model: {error}") from error
-    if has_own_roles(config) and rope.get("rope_type", "default") != "default":
-        kept = {name: x for name, x in rope.items() if name not in ROTATION_FIELDS}
-        config.rope_parameters[LOCAL_RULE] = kept
     theirs = old._attn_implementation
     config._attn_implementation = "sdpa" if theirs == FUSED else theirs
     config._experts_implementation = old._experts_implementation

@@ -170,22 +170,20 @@ class CollinearModel(CollinearPreTrained):
         caches = use_cache or reading.cache is not None
         band = self._band(reading, caches)
         roles = self._roles(reading, band, caches) if has_own_roles(self.config) else None
-        return Pass(self._positions(reading, band), band, roles)
-
-    def _positions(self, reading: Reading, band: Band | None) -> KeyPositions | None:
-        """Positions of the keys, where scores depend on them or the cache has no effective keys."""
+        positions = None
         counts = counts_distances(self.config)
-        if not counts and self.config.kv_cache != "half":
-            return None
         if counts and not getattr(self.config, "is_causal", True):
             raise ValueError(
                 "a decay and distance_map are for causal models: leave them out of rope_parameters"
             )
-        # Without a mask segments are documents, found by their positions.
-        documents = band is not None and band.segments is not None and reading.mask is None
-        in_order = documents or (not reading.is_placed and reading.cache is None)
-        wide = torch.promote_types(self.dtype, torch.float32)
-        return KeyPositions(self.config, wide, reading, in_order)
+        if counts or self.config.kv_cache == "half":
+            # Scores depend on positions, or the cache has no effective keys. Without a mask
+            # segments are documents, found by their positions.
+            documents = band is not None and band.segments is not None and reading.mask is None
+            in_order = documents or (not reading.is_placed and reading.cache is None)
+            wide = torch.promote_types(self.dtype, torch.float32)
+            positions = KeyPositions(self.config, wide, reading, in_order)
+        return Pass(positions, band, roles)
 
     def _band(self, reading: Reading, caches: bool) -> Band | None:
         """What layers hide by themselves under SDPA; None leaves the masks to Transformers."""

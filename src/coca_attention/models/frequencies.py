@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from coca_attention.errors import check_real, check_whole
 from coca_attention.ops import Rule
-from coca_attention.ops.checks import check_real, check_whole
 
 PARAMETERS = {
     "dynamic": ("factor",),
@@ -22,7 +22,7 @@ PARAMETERS = {
 }
 """Rules of Transformers beside those of `coca_attention.ops`, and what they read; ``length``, of
 ours, fixes the text for which longrope chooses its factors."""
-DEFAULTS: dict[str, dict[str, Any]] = {
+RULE_DEFAULTS: dict[str, dict[str, Any]] = {
     "dynamic": {"factor": 1.0},
     "yarn": {"factor": 1.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True},
     "llama3": {"factor": 1.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
@@ -52,11 +52,6 @@ class StockRule(Rule):
 
     def __post_init__(self) -> None:
         given = dict(self.parameters)
-        if not self.training_length:
-            raise ValueError(
-                f"rotary scaling {self.kind!r} needs training_length, the model's training length "
-                "in tokens"
-            )
         check_whole("rotary scaling training_length, a number of tokens,", self.training_length)
         if self.length is not None:
             check_whole("rotary scaling length, a number of tokens,", self.length)
@@ -131,7 +126,7 @@ class StockRule(Rule):
         From ``longest``, a model's ``max_position_embeddings``, ``longrope`` derives its factor.
         """
         given = {name: rope[name] for name in PARAMETERS[kind] if rope.get(name) is not None}
-        given = DEFAULTS[kind] | given
+        given = RULE_DEFAULTS[kind] | given
         length = given.pop("length", None)
         if "factor" not in given and training_length and longest:
             given["factor"] = max(longest / training_length, 1.0)

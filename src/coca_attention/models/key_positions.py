@@ -117,11 +117,6 @@ class Reading:
             self.position_ids = (torch.arange(self.length, device=tokens.device) + self.past)[None]
 
     @property
-    def hides_by_window(self) -> bool:
-        """Whether layers with a window hide what is out of it: not if a caller's mask is 4-D."""
-        return not isinstance(self.mask, Tensor) or self.mask.dim() != 4
-
-    @property
     def ends(self) -> bool:
         """Whether these tokens are the last keys: a static cache has more slots."""
         return isinstance(self.past, int) and self.slots == self.past + self.length
@@ -136,11 +131,9 @@ class KeyPositions:
 
     slots: Tensor
     """Positions of all slots, (1 or B, S)."""
-    consecutive: bool | None = False
-    """Whether the tokens of this pass are the last keys, and positions grow by one wherever a query
-    sees a key; None if that is not known. Read only with a distance map."""
-    begins_consecutive = False
-    """The same of the keys of this pass alone, which are the first of a static cache."""
+    grow_by_one: bool | None = False
+    """Whether positions grow by one wherever a query sees a key; None if that is not known. Read
+    only with a distance map."""
     first_position: Tensor | None = None
     """Position of the first key, (1 or B,), if there is one new token and positions grow by one."""
 
@@ -166,49 +159,48 @@ class KeyPositions:
         if mask is not None:
             mask = F.pad(mask, (0, reading.slots - mask.shape[1]))
         self.slots = self._placed(slot, mask)
+        distance_map = rotation(config).distance_map
         if in_order:
-            self.consecutive = self.begins_consecutive = reading.ends
+            self.grow_by_one = True
         elif torch.compiler.is_compiling():
-            self.consecutive = None if reading.ends and mask is None else False
-        elif rotation(config).distance_map is not None:
-            self.begins_consecutive = bool((position_ids.diff(dim=-1) == 1).all())
-            self.consecutive = reading.ends and _grow_by_one(self.slots, mask)
-            if not self.consecutive:
-                self._longest = int(position_ids.max() - self.slots.min())
-        if reading.length == 1 and not torch.compiler.is_compiling():
-            first = position_ids[:, 0] - reading.past
-            fits = (first[:, None] + slot).clamp(min=0) == self.slots
-            fits |= slot > reading.past
+            self.grow_by_one = None if mask is None else False
+        elif distance_map is not None or reading.length == 1:
+            # Then a position is its slot and a number that is the same for all tokens of a row.
+            hidden = slot >= reading.past + reading.length  # where no token is yet
             if mask is not None:
-                fits = fits | (mask == 0)
-            if bool(fits.all()):
-                self.first_position = first
+                hidden = hidden | (mask == 0)
+            beyond = self.slots - slot
+            least = beyond.masked_fill(hidden, torch.iinfo(beyond.dtype).max).amin(-1)
+            most = beyond.masked_fill(hidden, torch.iinfo(beyond.dtype).min).amax(-1)
+            self.grow_by_one = bool((most <= least).all())
+            if self.grow_by_one and reading.length == 1:
+                self.first_position = most
+            if distance_map is not None and not self.consecutive:
+                self._longest = int(position_ids.max() - self.slots.min())
+
+    @property
+    def consecutive(self) -> bool | None:
+        """`grow_by_one` if the tokens of this pass are the last keys; otherwise False."""
+        return self.grow_by_one if self.reading.ends else False
 
     def _placed(self, slot: Tensor, mask: Tensor | None) -> Tensor:
         """Positions of all slots, (1 or B, S)."""
         reading = self.reading
+        past = reading.past
         # Computed here, because a static cache updates its length in place.
-        index = slot - reading.past  # in this pass, negative for earlier tokens
+        index = slot - past  # in this pass, negative for earlier tokens
         given = reading.position_ids[:, index.clamp(0, reading.length - 1)]
-        if isinstance(reading.past, int) and reading.past == 0:
+        if isinstance(past, int) and past == 0:
             return given
-        earlier = self._kept()
-        if earlier is None:
+        layer = None if torch.compiler.is_exporting() else _layer_of(reading.cache, self.config)
+        kept = None if layer is None else layer.positions
+        if kept is not None and isinstance(past, int):
+            kept = kept[:, :past] if kept.shape[1] >= past else None
+        if kept is None:
             earlier = self._counted(index, mask)
+        else:
+            earlier = F.pad(kept, (0, reading.slots - kept.shape[1]))
         return torch.where(index < 0, earlier, given).clamp(min=0)
-
-    def _kept(self) -> Tensor | None:
-        """Positions that the cache has of all slots before this pass, (1 or B, S)."""
-        reading = self.reading
-        layer = _layer_of(reading.cache, self.config)
-        if layer is None or torch.compiler.is_exporting():
-            return None
-        kept = layer.positions
-        if isinstance(reading.past, int):
-            if kept.shape[1] < reading.past:
-                return None
-            kept = kept[:, : reading.past]
-        return F.pad(kept, (0, reading.slots - kept.shape[1]))
 
     def _counted(self, index: Tensor, mask: Tensor | None) -> Tensor:
         """Positions counted back from this pass, (1 or B, S), of slots at an index in it (S,)."""
@@ -299,13 +291,3 @@ def _layer_of(cache: Any, config: PreTrainedConfig) -> PositionsLayer | None:
     layers: list[Any] = getattr(cache, "layers", [])
     last = layers[-1] if len(layers) > config.num_hidden_layers else None
     return last if isinstance(last, PositionsLayer) else None
-
-
-def _grow_by_one(positions: Tensor, mask: Tensor | None) -> bool:
-    """Whether positions (1 or B, S) grow by one between real tokens, which are in one piece."""
-    grow = positions.diff(dim=-1) == 1
-    if mask is None:
-        return bool(grow.all())
-    begins = F.pad(mask, (1, 0)).diff(dim=-1) > 0
-    real = mask[:, 1:] * mask[:, :-1] != 0
-    return bool((begins.sum(-1) <= 1).all() & (grow | ~real).all())

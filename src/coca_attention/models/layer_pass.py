@@ -145,10 +145,6 @@ class LayerPass(NamedTuple):
             "dropout": self.dropout,
         }
 
-    def _begins(self, query: Tensor) -> bool:
-        """Whether these are the first queries of an empty cache, which may have more slots."""
-        return self.mask is None and query.shape[-2] > 1
-
     def within_near(self, keys: int) -> "LayerPass":
         """The same without a distance map if none of so many keys is far.
 
@@ -157,8 +153,6 @@ class LayerPass(NamedTuple):
         if self.angles.far is None:
             return self
         longest = self._at.longest_distance(keys)
-        if longest is not None and self._at.consecutive and self._at.reading.hides_by_window:
-            longest = min(longest, (self.window or keys) - 1)
         if longest is not None and longest < self._distance_map.near:
             return self._replace(angles=self.angles._replace(far=None))
         if self.function not in ("sdpa", "eager"):
@@ -171,10 +165,9 @@ class LayerPass(NamedTuple):
 
     def key_tables(self, keys: int) -> tuple[Tensor, Tensor]:
         """cos and sin of all keys, (1 or B, keys, R/2) each, where the cache has none of them."""
-        if self.positions is None or keys == self.angles.cos.shape[-2]:
-            # Without positions Transformers has created the cache, which was empty before.
+        if keys == self.angles.cos.shape[-2]:  # those of this pass
             return self.angles.cos, self.angles.sin
-        return self.positions.tables(self.layer_type, self.first, keys)
+        return self._at.tables(self.layer_type, self.first, keys)
 
     def own_attention(self, query: Tensor, stored: Tensor) -> Callable[..., Attended] | None:
         """What computes this layer; None for an attention function of Transformers.
@@ -183,7 +176,16 @@ class LayerPass(NamedTuple):
         and values of all keys.
         """
         if self.angles.far is not None:
-            return self.attend_far_half if self._decodes_far(query, stored) else self.attend_far
+            # On a CPU one token over coefficients is faster without forming keys.
+            without_keys = (
+                self.half
+                and self._distance_map.has_equal_steps
+                and self._first_near(query, stored.shape[-2]) > 0
+                and query.device.type == "cpu"
+                and not compiling()
+                and self._decodes(query, stored)
+            )
+            return self.attend_far_half if without_keys else self.attend_far
         if self.half and self._decodes(query, stored):
             return self.attend_half
         if self.function != "sdpa":
@@ -193,11 +195,10 @@ class LayerPass(NamedTuple):
         return None
 
     def _decodes(self, query: Tensor, coefficients: Tensor) -> bool:
-        """Whether `attend_half` takes the place of ``scaled_dot_product_attention``."""
+        """Whether one token over coefficients is scored without forming keys."""
         mask = self.dense
         if (
-            self.positions is None
-            or query.shape[-2] != 1
+            query.shape[-2] != 1
             or self.function != "sdpa"
             or (mask is not None and (mask.dtype != torch.bool or mask.shape[1] != 1))
             or self.module.training
@@ -205,17 +206,6 @@ class LayerPass(NamedTuple):
         ):
             return False
         return compiling() or self._frames(query, coefficients) is not None
-
-    def _decodes_far(self, query: Tensor, stored: Tensor) -> bool:
-        """Whether `attend_half_by_distance` takes the place of keys: on a CPU it is faster."""
-        return (
-            self.half
-            and self._distance_map.has_equal_steps
-            and self._first_near(query, stored.shape[-2]) > 0
-            and query.device.type == "cpu"
-            and not compiling()
-            and self._decodes(query, stored)
-        )
 
     def _first_near(self, query: Tensor, keys: int) -> int:
         """The first key that is near to any query, where that is known without looking."""
@@ -271,8 +261,9 @@ class LayerPass(NamedTuple):
     ) -> Attended:
         """Attention with a distance map."""
         consecutive = self._at.consecutive
-        if self._begins(query) and not consecutive:
-            consecutive = self._at.begins_consecutive
+        if self.mask is None and query.shape[-2] > 1:
+            # The first queries of an empty cache, which may have more slots.
+            consecutive = self._at.grow_by_one
             stored = stored[..., : query.shape[-2], :]
             value = value[..., : query.shape[-2], :]
         keys = stored.shape[-2]
@@ -346,7 +337,7 @@ class LayerPass(NamedTuple):
         decay = self.angles.decay
         places = None
         if decay is not None:
-            if self._begins(query):
+            if self.mask is None and query.shape[-2] > 1:  # of an empty cache, as in `attend_far`
                 key = key[..., : query.shape[-2], :]
                 value = value[..., : query.shape[-2], :]
             places = self._at.places(self.first, key.shape[-2])

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from coca_attention.errors import RENAMED, UserError, check_is_loaded, did_you_mean
+from coca_attention.errors import UserError, check_is_loaded, check_whole, did_you_mean
 from coca_attention.method_names import MethodName
 from coca_attention.models.configuration import (
     EXTENSION,
@@ -32,13 +32,13 @@ from coca_attention.models.configuration import (
 )
 from coca_attention.models.conversion import convert, forget_gguf
 from coca_attention.models.folding import fold_temperature, position_free_queries
+from coca_attention.models.frequencies import RULE_DEFAULTS
 from coca_attention.models.scaling import (
+    check_rotary_modules,
     rotary_modules,
     set_rope_parameters,
-    set_rotary_scaling,
 )
 from coca_attention.ops import NTK, DistanceMap
-from coca_attention.ops.checks import check_whole
 
 STOCK = ("Transformers", "vLLM", "SGLang", "llama.cpp")
 """Engines that run the classes of Transformers."""
@@ -195,8 +195,12 @@ def rule_of_transformers(rope_type: str, names_length: bool = True) -> Parameter
     """
 
     def parameters(asked: Asked, **options: Any) -> dict[str, Any]:
-        own = {"original_max_position_embeddings": asked.length} if names_length else {}
-        return {"rope_type": rope_type, "factor": asked.to / asked.length, **own, **options}
+        # Transformers requires some parameters to save a configuration.
+        found = RULE_DEFAULTS.get(rope_type, {}) | {"rope_type": rope_type}
+        if names_length:
+            found["original_max_position_embeddings"] = asked.length
+        given = {name: value for name, value in options.items() if value is not None}
+        return found | {"factor": asked.to / asked.length} | given
 
     return parameters
 
@@ -386,11 +390,6 @@ def extend_context(
                 refused.append(f"{name}: {error}")
         raise UserError(f"no default method is for this model; {'; '.join(refused)}")
     saved = [each.name for each in METHODS.values() if each.folder]
-    if method == "auto":
-        raise UserError(
-            f"`method` must be one of {', '.join(saved)}, got 'auto': leave it out (None) for "
-            "the default; coca extend --check TEXT measures which is best"
-        )
     row = method_named(method, saved)
     if not row.folder:
         nothing = row.changes == "nothing"
@@ -552,7 +551,6 @@ def _apply(
         base=float(rope.get("rope_theta") or 10000.0),
     )
     parameters = method.parameters(asked, **options)
-    parameters = {name: value for name, value in parameters.items() if value is not None}
     rule = rope.get("rope_type", "default")
     by_text = rule in ("dynamic", "longrope")
     if method.changes == "distances" and method.within == "changed" and by_text:
@@ -575,17 +573,10 @@ def _apply(
         if by_text:  # these rules compute from it what they do
             reached = config.max_position_embeddings
     elif method.changes == "frequencies":
-        kind = parameters.pop("rope_type")
-        # set_rotary_scaling changes neither the base nor L.
-        beside = {
-            name: parameters.pop(name)
-            for name in ("rope_theta", "original_max_position_embeddings")
-            if name in parameters
-        }
-        set_rotary_scaling(model, "none" if kind == "default" else kind, **parameters)
-        if beside:
-            set_rope_parameters(model, rope_parameters(config) | beside)
-        if kind in ("dynamic", "ntk"):  # Transformers computes the base of dynamic from it
+        check_rotary_modules(model)
+        set_rope_parameters(model, rope | parameters)
+        # Transformers computes the base of dynamic from it.
+        if parameters["rope_type"] in ("dynamic", "ntk"):
             reached = length
     else:
         queries = position_free_queries(model)
@@ -607,10 +598,9 @@ def _apply(
 def _check_options(method: Method, options: Mapping[str, Any]) -> None:
     for name in options:
         if name not in method.options:
-            takes = f"it takes {', '.join(method.options)}" if method.options else "it takes none"
-            if name in RENAMED:
-                takes = f"it is called {RENAMED[name]} now"
+            takes = f"; it takes {', '.join(method.options) or 'none'}"
+            hint = did_you_mean(name, method.options, takes)
             holders = [each.name for each in METHODS.values() if name in each.options]
             if holders:
-                takes = f"{name} is for method {' and '.join(holders)}: leave it out"
-            raise UserError(f"method {method.name} has no option `{name}`: {takes}")
+                hint = f": {name} is for method {' and '.join(holders)}: leave it out"
+            raise UserError(f"method {method.name} has no option `{name}`{hint}")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from coca_attention.errors import UserError, check_is_loaded
+from coca_attention.errors import UserError, check_is_loaded, check_whole
 from coca_attention.models.configuration import (
     GLOBAL,
     LOCAL_RULE,
@@ -21,10 +21,9 @@ from coca_attention.models.configuration import (
     with_global,
 )
 from coca_attention.models.families import FAMILIES, supported_families
-from coca_attention.models.frequencies import DEFAULTS, PARAMETERS
+from coca_attention.models.frequencies import PARAMETERS, RULE_DEFAULTS
 from coca_attention.models.rotary import CoCARotary, StatelessRotary
 from coca_attention.ops import NTK, RULES
-from coca_attention.ops.checks import check_whole
 
 KEPT = (
     "rope_theta",
@@ -73,37 +72,30 @@ def set_rotary_scaling(
             of range. The model is then unchanged.
     """
     check_is_loaded(model)
-    config = model.config.get_text_config()
-    modules = rotary_modules(model)
+    check_rotary_modules(model)
+    given = {"factor": factor, "length": length, **parameters}
+    try:
+        rope = _changed_parameters(model.config.get_text_config(), kind, given)
+    except (ValueError, TypeError) as error:
+        raise UserError(str(error)) from error
+    set_rope_parameters(model, rope)
+
+
+def check_rotary_modules(model: PreTrainedModel) -> None:
+    """Raise UserError unless a model has rotary modules, and they are of a supported family."""
+    modules = rotary_modules(model).values()
     if not modules:
         raise UserError(
-            f"a model of type {config.model_type!r} has no rotary embedding to scale; use scaling "
-            "none"
+            f"a model of type {model.config.get_text_config().model_type!r} has no rotary "
+            "embedding to scale; use scaling none"
         )
-    vanilla = [_class_of(each) for each in modules.values() if not isinstance(each, CoCARotary)]
-    for made in vanilla:
+    for made in (_class_of(each) for each in modules if not isinstance(each, CoCARotary)):
         # A subclass of a family's may compute something else.
         if all(made is not family.rotary for family in FAMILIES):
             raise UserError(
                 f"scaling of the rotary embedding {made.__name__} is not supported; supported are "
                 f"those of {supported_families(model)}"
             )
-    given = {"factor": factor, "length": length, **parameters}
-    try:
-        rope = _changed_parameters(config, kind, given)
-        probe = copy.copy(config)
-        probe.rope_parameters = with_global(config, rope)
-        # Compute the tables once, which checks the parameters, before changing the model.
-        CoCARotary(probe)(torch.zeros(1), torch.zeros(1, 1, dtype=torch.long))
-        follows = rotation(probe).follows_length
-    except (ValueError, TypeError, ArithmeticError) as error:
-        raise UserError(str(error)) from error
-    if vanilla and follows and kind != "dynamic":
-        raise UserError(
-            f"rotary scaling {kind!r} follows the length of each text, which Transformers' own "
-            "models do with dynamic and longrope alone: convert the model first"
-        )
-    set_rope_parameters(model, rope)
 
 
 def _changed_parameters(
@@ -119,18 +111,9 @@ def _changed_parameters(
         raise UserError(
             "this model has no layer with full attention, and sliding windows are not scaled"
         )
-    known = {*KEPT, "rope_type", "type"}
-    known |= {name for other in RULES.values() for name in other.field_names()}
-    known |= {name for names in PARAMETERS.values() for name in names}
-    unsupported = sorted(name for name in rope if name not in known and rope[name] is not None)
-    if unsupported:
-        raise UserError(
-            f"scaling of this model's rotary embedding is not supported, because its parameters "
-            f"include {', '.join(unsupported)}"
-        )
     if kind in PARAMETERS:
         taken = set(PARAMETERS[kind])
-        defaults = DEFAULTS[kind]
+        defaults = RULE_DEFAULTS[kind]
     else:
         taken = set(RULES[kind].field_names()) - {"training_length"}
         defaults = {name: getattr(RULES[kind], name, None) for name in taken}
@@ -168,17 +151,30 @@ def _changed_parameters(
 def set_rope_parameters(model: PreTrainedModel, rope: dict[str, Any]) -> None:
     """Set the rotary parameters of layers that see the whole text, and make its rotary modules.
 
-    They are Transformers' own, so a model computes what its files would be loaded as.
+    They are Transformers' own, so a model computes what its files would be loaded as. UserError if
+    a value is out of range; the model is then unchanged.
     """
     add_rope_types()  # a rule may have been registered after the import
     config: PreTrainedConfig = model.config.get_text_config()
+    kind = rope["rope_type"]
     changed = copy.copy(config)
     changed.rope_parameters = with_global(config, rope)
+    try:
+        # Compute the tables once, which checks the parameters.
+        CoCARotary(changed)(torch.zeros(1), torch.zeros(1, 1, dtype=torch.long))
+        follows = rotation(changed).follows_length
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise UserError(str(error)) from error
     replacements: dict[str, nn.Module] = {}
     for name, module in rotary_modules(model).items():
         if isinstance(module, CoCARotary):  # it reads the configuration in every pass
             continue
-        if rope["rope_type"] == "dynamic":
+        if follows and kind != "dynamic":
+            raise UserError(
+                f"rotary scaling {kind!r} follows the length of each text, which Transformers' own "
+                "models do with dynamic and longrope alone: convert the model first"
+            )
+        if kind == "dynamic":
             replacements[name] = StatelessRotary(_class_of(module), config)
             continue
         # Its own device, because the parameters of an offloaded model are on none.

@@ -74,9 +74,33 @@ def attend(
             the mask has another shape, or the window is not positive or not causal.
         TypeError: If the mask is neither boolean nor floating.
     """
-    _check_inputs(query, value, attention_mask, is_causal, window)
     queries = query.shape[-2]
     keys = key.shape[-2]
+    check_heads(query.shape[-3], key.shape[-3])
+    if is_causal and queries > keys:
+        raise ValueError(
+            f"in causal attention the queries are the last positions of the keys, so there must be "
+            f"at least as many keys as queries; got {queries} queries and {keys} keys"
+        )
+    if window is not None and (window < 1 or not is_causal):
+        raise ValueError(
+            f"window must be at least 1 and requires causal attention; got window={window} with "
+            f"is_causal={is_causal}"
+        )
+    if attention_mask is not None:
+        if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
+            raise TypeError(
+                f"attention_mask must be boolean (True = may attend) or floating (added to the "
+                f"scores), got {attention_mask.dtype}; convert a mask of 0 and 1 with .bool()"
+            )
+        shape = (*query.shape[:-1], keys)
+        sizes = zip(attention_mask.shape[::-1], shape[::-1], strict=False)
+        fits = all(size in (1, full) for size, full in sizes)
+        if not 2 <= attention_mask.dim() <= len(shape) or not fits:
+            raise ValueError(
+                f"attention_mask must be broadcastable to (batch, heads, queries, keys), here "
+                f"{tuple(shape)}, got shape {tuple(attention_mask.shape)}"
+            )
     if queries == 0:
         return query.new_zeros(*query.shape[:-1], value.shape[-1])
     if scale is None:
@@ -222,38 +246,6 @@ def can_be_opaque(queries: int, mask: Tensor | None, dropout: float) -> bool:
     return queries > 1 and compiling() and not dropout and not learned
 
 
-def _check_inputs(
-    query: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, window: int | None
-) -> None:
-    """Raise unless the arguments of `attend` fit each other."""
-    queries, keys = query.shape[-2], value.shape[-2]
-    check_heads(query.shape[-3], value.shape[-3])
-    if is_causal and queries > keys:
-        raise ValueError(
-            f"in causal attention the queries are the last positions of the keys, so there must be "
-            f"at least as many keys as queries; got {queries} queries and {keys} keys"
-        )
-    if window is not None and (window < 1 or not is_causal):
-        raise ValueError(
-            f"window must be at least 1 and requires causal attention; got window={window} with "
-            f"is_causal={is_causal}"
-        )
-    if mask is None:
-        return
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise TypeError(
-            f"attention_mask must be boolean (True = may attend) or floating (added to the "
-            f"scores), got {mask.dtype}; convert a mask of 0 and 1 with .bool()"
-        )
-    shape = (*query.shape[:-1], keys)
-    fits = all(a in (1, b) for a, b in zip(mask.shape[::-1], shape[::-1], strict=False))
-    if not 2 <= mask.dim() <= len(shape) or not fits:
-        raise ValueError(
-            f"attention_mask must be broadcastable to (batch, heads, queries, keys), here "
-            f"{tuple(shape)}, got shape {tuple(mask.shape)}"
-        )
-
-
 def in_blocks(
     block: Callable[[int, Tensor], Tensor], query: Tensor, window: int | None = None
 ) -> Tensor:
@@ -301,7 +293,12 @@ def _attend_decay(
 ) -> Tensor:
     """Attention with a decay: one addend per distance where possible, otherwise in blocks."""
     wide = torch.promote_types(query.dtype, torch.float32)
-    if (
+
+    def bias(start: int, stop: int, seen: slice) -> Tensor:
+        added = decay(query_positions[..., start:stop], key_positions[..., seen], wide)
+        return added.unsqueeze(-3).to(query.dtype)
+
+    one_per_distance = (
         sight.is_causal
         and sight.queries > 1
         and sight.mask is None
@@ -310,31 +307,22 @@ def _attend_decay(
         and query.device.type == "cpu"  # others would have to wait for the positions
         and not torch.compiler.is_compiling()
         and are_consecutive(query_positions, key_positions)
-    ):
-        addends = decay(query_positions[..., -1:], key_positions, wide)
-        addends = addends.reshape(-1, sight.keys)[0].to(query.dtype)
-        if sight.window is not None:
-            addends[: sight.keys - sight.window] = float("-inf")
-        return _attend_distances(kernel, query, key, value, addends, sight.window or sight.keys)
-
-    def bias(start: int, stop: int, seen: slice) -> Tensor:
-        added = decay(query_positions[..., start:stop], key_positions[..., seen], wide)
-        return added.unsqueeze(-3).to(query.dtype)
-
-    return _attend_in_blocks(kernel, query, key, value, sight, bias)
-
-
-def _attend_distances(
-    kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, addends: Tensor, window: int
-) -> Tensor:
-    """Causal attention with an addend for every distance, (S,): those of S - 1 … 0."""
+    )
+    if not one_per_distance:
+        return _attend_in_blocks(kernel, query, key, value, sight, bias)
+    keys = sight.keys
+    window = sight.window or keys
+    # Of the distances S - 1 … 0.
+    addends = bias(sight.queries - 1, sight.queries, slice(0, keys)).reshape(-1, keys)[0]
+    addends[: keys - window] = float("-inf")
     # With the queries in reverse order, the one r places before the last key has the addends of
     # key 0, 1, … from place r on, and -inf for the keys after it: a view of one vector is the mask.
-    queries, keys = query.shape[-2], key.shape[-2]
-    line = F.pad(addends, (0, queries - 1), value=float("-inf"))
+    line = F.pad(addends, (0, sight.queries - 1), value=float("-inf"))
     outputs = []
     for start, rows in zip(
-        range(0, queries, DISTANCE_BLOCK), query.flip(-2).split(DISTANCE_BLOCK, -2), strict=True
+        range(0, sight.queries, DISTANCE_BLOCK),
+        query.flip(-2).split(DISTANCE_BLOCK, -2),
+        strict=True,
     ):
         last = keys - start
         first = max(0, last - rows.shape[-2] - window + 1)

@@ -1,8 +1,6 @@
-"""Checks of what describes positions: types and ranges."""
+"""Checks of shapes, and of tensors that fit each other."""
 
-import math
-from numbers import Integral, Real
-from typing import TypeGuard
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -10,7 +8,7 @@ from torch import Tensor
 
 def check_width(width: int, what: str = "head width") -> None:
     """Raise ValueError unless ``width`` can be split into rotary pairs."""
-    whole = _is_whole(width) or torch.jit.is_tracing()  # which takes sizes for tensors
+    whole = isinstance(width, Integral | torch.SymInt) and not isinstance(width, bool)
     if not whole or width < 2 or width % 2:
         raise ValueError(f"{what} must be even and at least 2, to form rotary pairs; got {width!r}")
 
@@ -22,45 +20,6 @@ def check_heads(heads: int, kv_heads: int) -> None:
             f"the number of key/value heads must divide the number of query heads; got {kv_heads} "
             f"and {heads}"
         )
-
-
-def _is_whole(value: object) -> TypeGuard[int]:
-    return isinstance(value, Integral | torch.SymInt) and not isinstance(value, bool)
-
-
-def check_whole(
-    name: str,
-    value: object,
-    lowest: int = 1,
-    highest: int | None = None,
-    error: type[ValueError] = ValueError,
-) -> None:
-    """Raise ``error`` unless a value is a whole number in a range; True is none."""
-    if not _is_whole(value) or value < lowest or (highest is not None and value > highest):
-        limits = f"of at least {lowest:,}"
-        if highest is not None:
-            limits = f"between {lowest:,} and {highest:,}"
-        raise error(f"{name} must be a whole number {limits}, got {value!r}")
-
-
-def check_real(
-    name: str,
-    value: object,
-    lowest: float = 0,
-    highest: float = math.inf,
-    *,
-    above: bool = False,
-    error: type[ValueError] = ValueError,
-) -> None:
-    """Raise ``error`` unless a value is a finite number in a range, ``above``: without its end."""
-    number = math.nan
-    if isinstance(value, Real) and not isinstance(value, bool):
-        number = float(value)
-    fits = lowest <= number <= highest and math.isfinite(number)
-    if not fits or (above and number == lowest):
-        limits = f"{'above' if above else 'from'} {lowest}"
-        limits += f" to {highest}" if highest < math.inf else ""
-        raise error(f"{name} must be a finite number {limits}, got {value!r}")
 
 
 def check_positions(name: str, positions: Tensor, batch: int, length: int) -> None:

@@ -86,7 +86,20 @@ def coca_attention(
     if rotation.temperature is not None and not is_causal:
         raise ValueError("a temperature counts the keys before a query: it requires is_causal=True")
     given = query_positions is not None or key_positions is not None
-    query_at, key_at = _positions(query, keys, query_positions, key_positions)
+    key_at = key_positions
+    if key_at is None:
+        key_at = torch.arange(keys, device=query.device)
+    check_positions("key_positions", key_at, len(query), keys)
+    query_at = query_positions
+    if query_at is None:
+        if queries > keys:
+            raise ValueError(
+                f"{queries} queries and {keys} keys: without query_positions the queries are the "
+                "last positions of the keys, so there must be at least as many keys. Tensors are "
+                f"(batch, heads, length, width); got query {tuple(query.shape)}"
+            )
+        query_at = key_at[..., keys - queries :]
+    check_positions("query_positions", query_at, len(query), queries)
     wide = torch.promote_types(query.dtype, torch.float32)
     divisor = score_scale(query.dtype)
     factor = rotation.query_factor(query_at, wide, window)
@@ -109,7 +122,7 @@ def coca_attention(
     if query_positions is None:  # the last ones of the keys
         q = map_query(cos[..., keys - queries :, :], sin[..., keys - queries :, :])
     else:
-        q = map_query(*rotation.tables(query_positions, wide))
+        q = map_query(*rotation.tables(query_at, wide))
     if distance_map is not None and (given or keys > distance_map.near):
         far_q = map_query(*rotation.far_tables(query_at, wide))
         if distance_map.is_limit:
@@ -144,24 +157,3 @@ def coca_attention(
         bias=rotation.bias,
         positions=(query_at, key_at),
     )
-
-
-def _positions(
-    query: Tensor, keys: int, query_positions: Tensor | None, key_positions: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The given positions or, where there are none, their defaults."""
-    batch, _, queries = query.shape[:3]
-    if key_positions is None:
-        key_positions = torch.arange(keys, device=query.device)
-    else:
-        check_positions("key_positions", key_positions, batch, keys)
-    if query_positions is not None:
-        check_positions("query_positions", query_positions, batch, queries)
-        return query_positions, key_positions
-    if queries > keys:
-        raise ValueError(
-            f"{queries} queries and {keys} keys: without query_positions the queries are the "
-            "last positions of the keys, so there must be at least as many keys. Tensors are "
-            f"(batch, heads, length, width); got query {tuple(query.shape)}"
-        )
-    return key_positions[..., keys - queries :], key_positions

@@ -102,7 +102,20 @@ def attend_by_distance(
         and (window is None or window >= keys)
         and can_attend_parts(*tensors)
     ):
-        return _attend_in_parts(tensors, near, scale, segments)
+        query, key, far_query, far_key, value = tensors
+        if key.shape[-2] < keys:  # padding by nothing is a copy
+            key = F.pad(key, (0, 0, keys - key.shape[-2], 0))
+        tensors = (query, key, far_query, far_key, value)
+        banded = has_windows(*tensors)
+        if segments is None:
+            return attend_parts(document_parts([keys], queries, near, banded), tensors, scale)
+        outputs = []
+        for row, *text in zip(segments, *tensors, strict=True):
+            # Every document is a text of its own.
+            lengths = row.unique_consecutive(return_counts=True)[1].tolist()
+            parts = document_parts(lengths, queries, near, banded)
+            outputs.append(attend_parts(parts, [x[None] for x in text], scale))
+        return torch.cat(outputs)
     return _attend_joined(tensors, sight, distance, scale, dropout)
 
 
@@ -222,28 +235,6 @@ def attend_half_by_distance(
     scores = torch.cat((scores, half_scores(query, last, near, scale)), dim=-1)
     output = weighted_values(scores, value, attention_mask)
     return output.flatten(1, 2).unsqueeze(-2).to(query.dtype)
-
-
-def _attend_in_parts(
-    tensors: tuple[Tensor, ...], near: int, scale: float, segments: Tensor | None
-) -> Tensor:
-    """`attend_by_distance` at consecutive positions, without a mask."""
-    query, key, far_query, far_key, value = tensors
-    queries = query.shape[-2]
-    keys = far_key.shape[-2]
-    if key.shape[-2] < keys:
-        key = F.pad(key, (0, 0, keys - key.shape[-2], 0))
-    tensors = (query, key, far_query, far_key, value)
-    banded = has_windows(*tensors)
-    if segments is None:
-        return attend_parts(document_parts([keys], queries, near, banded), tensors, scale)
-    outputs = []
-    for row, *text in zip(segments, *tensors, strict=True):
-        # Every document is a text of its own.
-        lengths = row.unique_consecutive(return_counts=True)[1].tolist()
-        parts = document_parts(lengths, queries, near, banded)
-        outputs.append(attend_parts(parts, [x[None] for x in text], scale))
-    return torch.cat(outputs)
 
 
 def far_query_map(query: Tensor, free_pairs: int) -> Tensor:

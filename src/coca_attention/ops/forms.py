@@ -37,7 +37,6 @@ class ScoreForm:
 
     Attributes:
         name: Name in configurations and recipes.
-        label: Name of models with this form in reports.
         shift_invariant: Whether scores depend only on m - n.
         query: Computes the effective query: maps (q0, q1, cos, sin) to (..., 2, P). q0 and q1 are
             the members of every pair before rotation, (..., P); cos and sin broadcast to them. Must
@@ -55,7 +54,6 @@ class ScoreForm:
     """
 
     name: str
-    label: str
     shift_invariant: bool
     query: Callable[..., Tensor]
     gradient: Callable[..., Pair] | None = None
@@ -179,24 +177,13 @@ def _magnitude_gradient(
     return along * q0, along * q1
 
 
+register_form(ScoreForm("slack", False, _slack_query, _slack_gradient, kernel="slack"))
 register_form(
-    ScoreForm("slack", "CoCA-Slack", False, _slack_query, _slack_gradient, kernel="slack")
-)
-register_form(
-    ScoreForm(
-        "strict",
-        "CoCA-Strict",
-        True,
-        _strict_query,
-        _strict_gradient,
-        homogeneous=True,
-        kernel="strict",
-    )
+    ScoreForm("strict", True, _strict_query, _strict_gradient, homogeneous=True, kernel="strict")
 )
 register_form(
     ScoreForm(
         "magnitude",
-        "CoCA-Magnitude",
         True,
         _magnitude_query,
         _magnitude_gradient,

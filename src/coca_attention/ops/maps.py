@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from coca_attention.errors import check_whole
 from coca_attention.ops import kernels
-from coca_attention.ops.checks import check_whole
 from coca_attention.ops.forms import Pairing, ScoreForm, check_parameters, get_form
 from coca_attention.ops.positions import join_pairs, split_pairs
 
@@ -109,7 +109,7 @@ def query_map(
     span = 2 * cos.shape[-1]
     cos, sin = over_all_pairs(cos, sin, query.shape[-1] // 2, wide)
     scales = scale if factor is None else scale * factor.to(wide)[..., None, :, None]
-    pairing = Pairing(form, interleaved, int(span), int(free_pairs))  # torch.jit traces sizes
+    pairing = Pairing(form, interleaved, span, free_pairs)
     cos = cos * scales
     sin = sin * scales
     if form.gradient is not None:

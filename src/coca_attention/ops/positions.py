@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from coca_attention.errors import RenamedArguments
-from coca_attention.ops.checks import check_real, check_whole, check_width
+from coca_attention.errors import check_real, check_whole
+from coca_attention.ops.checks import check_width
 from coca_attention.ops.rules import UNSCALED, Rule
 
 NO_FLOAT64 = ("mps",)
@@ -184,7 +184,7 @@ def _per_pair(given: float | tuple[float, ...], like: Tensor) -> float | Tensor:
 
 
 @dataclass(frozen=True)
-class Rotation(RenamedArguments):
+class Rotation:
     """How positions act on scores.
 
     Pair j rotates by the angle ``n theta_j`` at position n. What else a position does is a factor
@@ -206,15 +206,9 @@ class Rotation(RenamedArguments):
         decay_length: Distance in tokens at which the decay begins.
         distance_map: What distances count as. Scores must depend on nothing but distances before
             it, and there is no decay. Default: distances as they are.
-        settles: Length of a text, in tokens, from which on a rule that follows the length of texts
-            (longrope, dynamic) stays as it is. Default: ``near`` of a map by which distances are
-            limited, which is to change nothing in texts of up to as many tokens.
+            If it limits distances, a rule that follows the length of texts (longrope, dynamic)
+            stays as it is from ``near`` on, so nothing changes in texts of up to as many tokens.
     """
-
-    RENAMED = {
-        "max_distance": "distance_map=DistanceMap.limited(max_distance)",
-        "leak": "distance_map=DistanceMap.leaky(max_distance, leak)",
-    }
 
     width: int
     base: float = 10000.0
@@ -224,7 +218,6 @@ class Rotation(RenamedArguments):
     decay: float | None = None
     decay_length: float = 64.0
     distance_map: DistanceMap | None = None
-    settles: int | None = None
 
     def __post_init__(self) -> None:
         check_width(self.width, "rotary width")
@@ -238,8 +231,6 @@ class Rotation(RenamedArguments):
             check_whole("temperature, a number of tokens,", self.temperature)
         if self.decay is not None:
             check_real("decay", self.decay)
-        if self.settles is not None:
-            check_whole("settles, a number of tokens,", self.settles)
         found = self.distance_map
         if found is None:
             return
@@ -267,11 +258,9 @@ class Rotation(RenamedArguments):
 
     @property
     def _settles(self) -> int | None:
-        """`settles` or its default."""
+        """Length of a text, in tokens, from which on the rule stays as it is."""
         found = self.distance_map
-        if self.settles is None and found is not None and found.is_limit:
-            return found.near
-        return self.settles
+        return found.near if found is not None and found.is_limit else None
 
     @property
     def _settled_rule(self) -> Rule:
@@ -287,7 +276,7 @@ class Rotation(RenamedArguments):
         return theta
 
     def for_length(self, length: int) -> "Rotation":
-        """The rotation for a text of ``length`` tokens, of which `settles` count at most."""
+        """The rotation for a text of ``length`` tokens, of which a limit counts at most."""
         return replace(self, rule=self.rule.for_length(min(length, self._settles or length)))
 
     @property
@@ -315,8 +304,7 @@ class Rotation(RenamedArguments):
 
     def _angles(self, places: Tensor) -> Tensor:
         """The angles at places (..., T, 1 or R/2), one for all pairs or one for each."""
-        tracing = torch.compiler.is_compiling() or torch.jit.is_tracing()
-        if tracing or type(places) is not Tensor:
+        if torch.compiler.is_compiling() or type(places) is not Tensor:
             return places * self.frequencies().to(places.device, places.dtype)
         return places * _frequencies(self, places.device, places.dtype)
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch import Tensor
 
-from coca_attention.ops.checks import check_real, check_whole
+from coca_attention.errors import check_real, check_whole
 
 
 def unscaled_frequencies(width: int, base: float) -> Tensor:

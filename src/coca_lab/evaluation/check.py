@@ -41,13 +41,11 @@ class Check:
         cells: Those of both tasks.
         choice: The method to take; the names of its readings are those of ``methods``.
         methods: By name.
-        length: L, in tokens.
     """
 
     cells: list[Cell]
     choice: Choice
     methods: dict[str, MethodSettings]
-    length: int
 
     @property
     def taken(self) -> MethodSettings | None:
@@ -188,7 +186,6 @@ def check_of_cells(
             margins=settings.margins,
         ),
         methods={method.name: method for method in methods},
-        length=length,
     )
 
 

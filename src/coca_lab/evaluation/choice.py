@@ -28,6 +28,8 @@ RULE = (
 
 GUESS = math.log(10)
 """Nats of a digit that is guessed."""
+MOST_DOCUMENTS = 100_000
+"""Beyond so many it is not said how many are needed."""
 
 
 @dataclass(frozen=True)
@@ -79,20 +81,13 @@ def loss_of(scores: Sequence[DocumentScore], base: Sequence[DocumentScore], marg
     # With more documents the interval closes around the mean; it has to part it from the margin,
     # or from 0 where the mean is above the margin.
     room = margin - mean if mean < margin else mean
-    error = (high - mean) / student(max(count - 1, 1))
-    return Loss(
-        "cannot tell", mean, interval, count, _documents_for(error * math.sqrt(count), room)
-    )
-
-
-def _documents_for(spread: float, half: float, most: int = 100_000) -> int | None:
-    """The fewest documents of a spread whose interval has at most half a width."""
-    count = 2
-    while count < most:
-        if student(count - 1) * spread / math.sqrt(count) < half:
-            return count
-        count += max(1, count // 50)
-    return None
+    spread = (high - mean) / student(max(count - 1, 1)) * math.sqrt(count)
+    needed = 2
+    while student(needed - 1) * spread / math.sqrt(needed) >= room:
+        needed += max(1, needed // 50)
+        if needed >= MOST_DOCUMENTS:
+            return Loss("cannot tell", mean, interval, count)
+    return Loss("cannot tell", mean, interval, count, needed)
 
 
 @dataclass(frozen=True)
@@ -230,20 +225,20 @@ class Choice:
 
         None where the best does no better than a guess beyond L: the text supports no choice.
         """
-        if not self.finds:
+        best = self.best
+        if best is None or not self.finds:
             return None
-        level = [each for each in self.candidates if not self._parted(each)]
+        level = [
+            each
+            for each in self.candidates
+            if each is best or not _above_zero(differences(each.far, best.far))
+        ]
         # What runs in Transformers runs there with this package, too.
         engines = [len({*each.engines}.difference(PACKAGE)) for each in level]
         most_run = [
             each for each, count in zip(level, engines, strict=True) if count == max(engines)
         ]
         return min(most_run, key=lambda each: mean_nats(each.far))
-
-    def _parted(self, each: Read) -> bool:
-        """Whether a candidate is worse than the best beyond L."""
-        assert self.best is not None
-        return each is not self.best and _above_zero(differences(each.far, self.best.far))
 
     @property
     def finds(self) -> bool:

@@ -54,16 +54,12 @@ def last_alone(tokens: int) -> str:
 def needle_texts(model: Model, settings: NeedleSettings) -> dict[int, dict[str, NeedleText]]:
     """By length, the text of every document by its id; made once for a model."""
     name = f"needles {settings}"
-    if name not in model.texts:
-        model.texts[name] = _made(model, settings)
-    return model.texts[name]
-
-
-def _made(model: Model, settings: NeedleSettings) -> dict[int, dict[str, NeedleText]]:
+    if name in model.texts:
+        return model.texts[name]
     documents = load_text(settings, model.tokenizer, at_least=max(settings.lengths))
     if len({document.id for document in documents}) < len(documents):
         raise UserError(f"{settings.source}: two documents have the same id: give each its own")
-    return {
+    model.texts[name] = {
         length: {
             document.id: hide_needles(
                 model.tokenizer,
@@ -76,6 +72,7 @@ def _made(model: Model, settings: NeedleSettings) -> dict[int, dict[str, NeedleT
         }
         for length in settings.lengths
     }
+    return model.texts[name]
 
 
 def _measure_cell(

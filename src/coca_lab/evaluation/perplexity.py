@@ -78,12 +78,6 @@ def distant_repeats(tokens: Tensor, n: int, beyond: int) -> Tensor:
     return repeats
 
 
-def text_hash(documents: Sequence[TokenDocument]) -> str:
-    """Identifies token documents."""
-    texts = [[d.id, hashlib.sha256(d.tokens.numpy().tobytes()).hexdigest()] for d in documents]
-    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
-
-
 @dataclass(frozen=True)
 class WindowReading:
     """How the documents are read for one cell."""
@@ -133,6 +127,7 @@ def _readings(
     repeats = None
     if settings.repeats is not None:
         repeats = [distant_repeats(d.tokens, settings.repeats, settings.near) for d in documents]
+    texts = [[d.id, hashlib.sha256(d.tokens.numpy().tobytes()).hexdigest()] for d in documents]
     # What those of one method have in common.
     plain = WindowReading(
         window=max(windows),
@@ -144,7 +139,7 @@ def _readings(
         repeats=repeats,
         settings=settings,
         documents=documents,
-        text=text_hash(documents),
+        text=hashlib.sha256(json.dumps(texts).encode()).hexdigest(),
     )
     readings = [plain] if settings.targets == "one-pass" else []
     for window in windows if settings.targets != "one-pass" else ():

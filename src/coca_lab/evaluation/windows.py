@@ -78,7 +78,12 @@ def score_windows(
 ) -> Iterator[tuple[int, Window, Tensor]]:
     """Every one of `windows_of` documents with the nats of its targets, (targets,), float32."""
     device = next(model.parameters()).device
-    for batch in _batches(windows, batch_tokens):
+    batches = []  # of windows of equal length
+    for length, group in groupby(windows, key=lambda item: item[1].inputs):
+        members = list(group)
+        size = max(1, batch_tokens // length)
+        batches += [members[i : i + size] for i in range(0, len(members), size)]
+    for batch in batches:
         inputs = torch.stack([documents[d].tokens[w.start : w.stop] for d, w in batch])
         scored = max(w.targets for _, w in batch)
         # The last run of a document can be shorter: positions before its targets are ignored.
@@ -105,14 +110,3 @@ def last_logits(model: nn.Module, inputs: Tensor, count: int) -> Tensor:
     with naming_the_limit(model, inputs.shape[1]):
         logits = model(input_ids=inputs, use_cache=False, **keep).logits
     return logits[:, logits.shape[1] - count :].float()
-
-
-def _batches(
-    windows: Sequence[tuple[int, Window]], batch_tokens: int
-) -> Iterator[list[tuple[int, Window]]]:
-    """Batches of windows of equal length."""
-    for inputs, group in groupby(windows, key=lambda item: item[1].inputs):
-        members = list(group)
-        size = max(1, batch_tokens // inputs)
-        for start in range(0, len(members), size):
-            yield members[start : start + size]
