@@ -57,8 +57,10 @@ def test_layers_share_a_cache_of_transformers_by_their_index(form, rotation):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_precisions_are_those_of_the_layer_or_of_autocast(dtype):
+def test_other_precisions_than_the_layers_are_refused_outside_of_autocast(dtype):
     layer, states = CoCAAttention(32, 4), torch.randn(1, 5, 32, dtype=dtype)
+    with pytest.raises(TypeError, match=f"dtype, torch.float32, got {dtype}: convert either"):
+        layer(states)
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(states).dtype == torch.bfloat16
     assert layer.to(dtype)(states).dtype == dtype

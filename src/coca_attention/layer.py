@@ -230,11 +230,19 @@ class CoCAAttention(nn.Module):
         Raises:
             ValueError: If the input, positions or mask has another shape, or a cache is given
                 without layer_idx or does not return all keys.
+            TypeError: If the input has another dtype than the weights, outside of autocast.
         """
         width = self.q_proj.in_features
         if hidden_states.dim() != 3 or hidden_states.shape[-1] != width:
             raise ValueError(
                 f"expected hidden states of shape (B, T, {width}), got {tuple(hidden_states.shape)}"
+            )
+        dtype = self.q_proj.weight.dtype
+        mixed = type(self.q_proj) is nn.Linear and hidden_states.dtype != dtype
+        if mixed and not torch.is_autocast_enabled(hidden_states.device.type):
+            raise TypeError(
+                f"expected hidden states of the layer's dtype, {dtype}, got {hidden_states.dtype}: "
+                "convert either by .to(dtype), or compute within torch.autocast"
             )
         if self.rotation.temperature is not None and not is_causal:
             raise ValueError(

@@ -251,7 +251,12 @@ def test_a_scaling_set_in_inference_mode_is_read_outside_of_it():
     model(input_ids=ids, labels=ids).loss.backward()
 
 
-def test_windows_alone_are_not_scaled():
+def test_other_rotary_embeddings_are_not_changed():
+    model = vanilla("Llama")
+    model.config.rope_parameters["mrope_section"] = [2, 1, 1]
+    with pytest.raises(ValueError, match="its parameters include mrope_section"):
+        set_rotary_scaling(model, "none")
+    assert "mrope_section" in model.config.rope_parameters
     local = vanilla("Gemma 3", layer_types=["sliding_attention"] * 2)
     with pytest.raises(ValueError, match="no layer with full attention"):
         set_rotary_scaling(local, "linear", factor=8.0)

@@ -111,6 +111,15 @@ def _changed_parameters(
         raise UserError(
             "this model has no layer with full attention, and sliding windows are not scaled"
         )
+    known = {*KEPT, "rope_type", "type"}
+    known |= {name for other in RULES.values() for name in other.field_names()}
+    known |= {name for names in PARAMETERS.values() for name in names}
+    unsupported = sorted(name for name in rope if name not in known and rope[name] is not None)
+    if unsupported:
+        raise UserError(
+            f"scaling of this model's rotary embedding is not supported, because its parameters "
+            f"include {', '.join(unsupported)}"
+        )
     if kind in PARAMETERS:
         taken = set(PARAMETERS[kind])
         defaults = RULE_DEFAULTS[kind]
