@@ -144,25 +144,10 @@ def test_a_tokenizer_of_bytes_needs_no_vocabulary(tmp_path):
     assert load_tokenizer(tmp_path)("a").input_ids == [100, 1]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "reason"),
-    [
-        ("tokenizer.json", "", "Expecting value"),
-        ("tokenizer.json", "[]", "expected an object, got list"),
-        ("tokenizer.json", "{}", "Model missing"),
-        ("tokenizer.json", None, "it has no added_tokens"),
-        ("tokenizer_config.json", "[]", "expected an object, got list"),
-        ("special_tokens_map.json", "{", "Expecting property name"),
-    ],
-)
-def test_a_damaged_file_of_a_tokenizer_is_named(tmp_path, tokenizer, name, content, reason):
+def test_a_damaged_tokenizer_is_refused_with_the_names_of_its_files(tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path)
-    if content is None:
-        content = json.loads((tmp_path / name).read_text())
-        del content["added_tokens"]
-        content = json.dumps(content)
-    (tmp_path / name).write_text(content)
-    with pytest.raises(UserError, match=rf"{name} is damaged \({reason}.*\): copy it"):
+    (tmp_path / "tokenizer.json").write_text("[]")
+    with pytest.raises(UserError, match=r"loaded: .*; if tokenizer\.json or .* is damaged"):
         load_tokenizer(tmp_path)
 
 
