@@ -14,7 +14,7 @@ from studies.pages import FOUND, begins, markdown, mean_and_interval, percent, w
 TRIALS = Path("results/native/trials")
 ARMS = (
     "native", "no-sinks", "temperature", "decay", "random-context", "low-sinks", "neox-no-sinks",
-    "neox-temperature", "neox-decay", "embedding-12", "decay-12",
+    "neox-decay", "embedding-12", "decay-12",
 )  # fmt: skip
 LENGTH, TRAINED = 256, "as trained"
 PASSKEYS = (256, 512, 1024, 4096, 16384)
@@ -22,7 +22,7 @@ TEXTS = [(4096, 256), (4096, 1024), (4096, 4096), (16384, 16384)]
 """Tokens that the documents are longer than, and the window."""
 WITH_DECAY = {
     "decay": ("native", "no-sinks", "temperature", "random-context", "low-sinks"),
-    "neox-decay": ("neox-no-sinks", "neox-temperature"),
+    "neox-decay": ("neox-no-sinks",),
     "decay-12": ("embedding-12",),
 }
 """Arms without a decay, by the one with it in a like body."""
