@@ -7,10 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 import runs
 from coca_attention.errors import UserError
@@ -129,29 +127,6 @@ def test_a_tokenizer_is_trained_once_and_saved_whole(text_folder, tmp_path, monk
     assert not (tmp_path / "tokenizer" / "rubbish").exists()
     monkeypatch.setattr("coca_lab.training.texts.train_tokenizer", None)
     assert load_run_tokenizer(chosen, tmp_path).get_vocab() == first.get_vocab()
-
-
-def batches(dataset, processes: int, process: int, skipped: int = 0) -> list[list[list[int]]]:
-    """The batches that Accelerate gives one of several processes, as token ids."""
-    loader = prepare_data_loader(
-        DataLoader(dataset, batch_size=8 // processes, drop_last=True),
-        num_processes=processes,
-        process_index=process,
-        put_on_device=False,
-    )
-    loader = skip_first_batches(loader, skipped) if skipped else loader
-    return [batch["input_ids"].tolist() for batch in loader]
-
-
-def test_processes_read_disjoint_parts_of_the_same_batch_and_resume_with_the_next_block(
-    sources, tokenizer
-):
-    found, again = (runs.data_of(recipe(sources), tokenizer).stages[0] for _ in range(2))
-    one = batches(found, 1, 0)
-    parts = [batches(found, 2, process) for process in range(2)]
-    assert len(one) == 30 and one == [a + b for a, b in zip(*parts, strict=True)]
-    assert batches(again, 1, 0, skipped=13) == one[13:]
-    assert batches(again, 2, 1, skipped=13) == parts[1][13:]
 
 
 def test_positions_restart_and_no_target_crosses_a_border(tokenizer):
