@@ -47,7 +47,8 @@ def arms_table(trials: Trials) -> Iterator[list[str]]:
     for arm, of in trials.items():
         for variant in of[0]["measured"]:
             measured = [trial["measured"][variant] for trial in of]
-            shares = {n: [_share(x["passkeys"][str(n)]) for x in measured] for n in PASSKEYS}
+            found = {n: [x["passkeys"][str(n)] for x in measured] for n in PASSKEYS}
+            shares = {n: [sum(hits) / len(hits) for hits in of_n] for n, of_n in found.items()}
             yield [
                 arm if variant == TRAINED else f"{arm}, {variant}",
                 ", ".join(str(trial["seed"]) for trial in of),
@@ -83,10 +84,6 @@ def _difference(pairs: list[tuple[Trial, Trial]], window: int) -> str:
         return ""
     mean, *interval = mean_and_interval(differences, percent).split(" ", 1)
     return " ".join([mean, "%", *interval]) + _of(len(differences), len(pairs))
-
-
-def _share(hits: list[bool]) -> float:
-    return sum(hits) / len(hits)
 
 
 def _perplexity(nats: list[float | None]) -> str:

@@ -112,6 +112,10 @@ def test_missing_and_empty_sources_are_rejected_by_name(sources, tokenizer, tmp_
         runs.data_of(recipe(sources), tokenizer)
     with pytest.raises(DataError, match=r"data\.mixture\.code: .*the file is empty"):
         list(training_documents(recipe(sources)))
+    none = recipe(data__source=tmp_path / "code.jsonl", data__held_out=1e-9, validation__every=1)
+    none.data.text_field = "content"
+    with pytest.raises(DataError, match=r"data\.held_out: no documents"):
+        runs.data_of(none, tokenizer)
     (tmp_path / "short.txt").write_text("few")
     sources["code"]["source"] = str(tmp_path / "short.txt")
     with pytest.raises(DataError, match=r"code: the text has .* fewer than one block"):

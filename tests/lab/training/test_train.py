@@ -225,18 +225,6 @@ def test_what_needs_no_text_is_checked_first(text_folder, tmp_path, monkeypatch,
     assert not (tmp_path / "run" / "recipe.yaml").exists()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"data__held_out": 1e-9}, r"data\.held_out: no documents"),
-        ({"data__block_length": 9999}, r"data\.source: .* fewer than one block"),
-    ],
-)
-def test_texts_that_are_too_short(text_folder, tokenizer, changes, message):
-    with pytest.raises(UserError, match=message):
-        data_of(recipe(text_folder, **changes), tokenizer)
-
-
 def test_what_trainer_refuses_is_one_line(trained, text_folder, tmp_path):
     asked = recipe(text_folder, data__tokenizer=trained, training__report_to="[bogus]")
     with pytest.raises(UserError, match="rejects these settings: bogus is not supported"):
