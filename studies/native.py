@@ -14,7 +14,7 @@ from studies.pages import FOUND, begins, markdown, mean_and_interval, percent, w
 TRIALS = Path("results/native/trials")
 ARMS = (
     "native", "no-sinks", "temperature", "decay", "random-context", "low-sinks", "neox-no-sinks",
-    "neox-temperature", "neox-decay", "embedding-12", "decay-12",
+    "neox-decay", "embedding-12", "decay-12",
 )  # fmt: skip
 LENGTH, TRAINED = 256, "as trained"
 PASSKEYS = (256, 512, 1024, 4096, 16384)
@@ -22,7 +22,7 @@ TEXTS = [(4096, 256), (4096, 1024), (4096, 4096), (16384, 16384)]
 """Tokens that the documents are longer than, and the window."""
 WITH_DECAY = {
     "decay": ("native", "no-sinks", "temperature", "random-context", "low-sinks"),
-    "neox-decay": ("neox-no-sinks", "neox-temperature"),
+    "neox-decay": ("neox-no-sinks",),
     "decay-12": ("embedding-12",),
 }
 """Arms without a decay, by the one with it in a like body."""
@@ -47,7 +47,8 @@ def arms_table(trials: Trials) -> Iterator[list[str]]:
     for arm, of in trials.items():
         for variant in of[0]["measured"]:
             measured = [trial["measured"][variant] for trial in of]
-            shares = {n: [_share(x["passkeys"][str(n)]) for x in measured] for n in PASSKEYS}
+            found = {n: [x["passkeys"][str(n)] for x in measured] for n in PASSKEYS}
+            shares = {n: [sum(hits) / len(hits) for hits in of_n] for n, of_n in found.items()}
             yield [
                 arm if variant == TRAINED else f"{arm}, {variant}",
                 ", ".join(str(trial["seed"]) for trial in of),
@@ -83,10 +84,6 @@ def _difference(pairs: list[tuple[Trial, Trial]], window: int) -> str:
         return ""
     mean, *interval = mean_and_interval(differences, percent).split(" ", 1)
     return " ".join([mean, "%", *interval]) + _of(len(differences), len(pairs))
-
-
-def _share(hits: list[bool]) -> float:
-    return sum(hits) / len(hits)
 
 
 def _perplexity(nats: list[float | None]) -> str:

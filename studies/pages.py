@@ -39,11 +39,6 @@ WORDS = {  # of the letters and names of arms
     "g": "roles, strict keys",
     "g1": "roles, signed keys",
     "h": "mixed pairs",
-    "strict": "CoCA-Strict",
-    "magnitude": "CoCA-Magnitude",
-    "pope": "PoPE",
-    "thin": "thin keys",
-    "roles-decay": "roles, decay",
     "decay": "roles, decay",
     "temperature": "roles, temperature",
     "no-sinks": "native, no sinks",
@@ -52,7 +47,6 @@ WORDS = {  # of the letters and names of arms
     "embedding-12": "native × 12",
     "decay-12": "roles, decay × 12",
     "neox-no-sinks": "roles, NeoX, bare",
-    "neox-temperature": "roles, NeoX, temp.",
     "neox-decay": "roles, NeoX, decay",
     "dynamic": "dynamic NTK",
     "yarn": "YaRN",
@@ -154,19 +148,18 @@ def _of_books(method: str, length: int, trials: list[dict[str, Any]]) -> dict[st
 
 def _cells(trial: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The cells of a trial: its perplexities or passkeys."""
-    name = trial.get("arm", trial.get("method", ""))
+    name = trial.get("arm", "")
     about = {
         "model": WORDS.get(name, name),
         "scaling": "none",
-        "training_seed": trial.get("seed", trial.get("text", 0)),
+        "training_seed": trial.get("seed", 0),
         "size": "",
         "training_length": 256,
     }
-    measured = trial.get("measured", {})
     for cell in trial.get("cells", []):
         yield about | {fact: cell[fact] for fact in FACTS if fact in cell}
-    whole = measured.get("as trained", measured) if isinstance(measured, dict) else {}
-    own = trial.get("text")
+    whole = trial.get("measured", {}).get("as trained", {})
+    own = trial.get("text")  # of a book its number
     texts = own if isinstance(own, list) else whole.get("text", [])
     longest = min((text["longest"] for text in texts), default=0)
     for text in texts:

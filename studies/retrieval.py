@@ -111,6 +111,7 @@ def arms_table(arms: dict[str, list[Trial]]) -> Iterator[list[str]]:
     ]  # fmt: skip
     for arm, of in arms.items():
         count = sum(map(learned, of))
+        folded = [found for trial in of if (found := in_one_folder(trial)) is not None]
         low, high = wilson_interval(count, len(of)) or (0.0, 1.0)
         yield [
             arm,
@@ -118,16 +119,11 @@ def arms_table(arms: dict[str, list[Trial]]) -> Iterator[list[str]]:
             f"{count} of {len(of)}",
             f"{low:.2f} to {high:.2f}",
             f"{sum(map(reads_far, of))} of {len(of)}",
-            _count([in_one_folder(trial) for trial in of]),
+            f"{sum(folded)} of {len(folded)}" if folded else "",
             ", ".join(begins(trial["validation"], LENGTH) for trial in of),
             *(_perplexity(of, *at) for at in PERPLEXITIES),
             *(_shares(of, *at) for at in PASSKEYS),
         ]
-
-
-def _count(found: list[bool | None]) -> str:
-    known = [each for each in found if each is not None]
-    return f"{sum(known)} of {len(known)}" if known else ""
 
 
 def _perplexity(trials: list[Trial], window: int, scaling: str) -> str:

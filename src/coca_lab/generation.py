@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
-    Cache,
     GenerationConfig,
     LogitsProcessor,
     PreTrainedModel,
@@ -16,7 +15,6 @@ from transformers import (
 )
 
 from coca_attention.errors import UserError
-from coca_attention.models.attention import CACHE
 from coca_lab.loading import without_warnings
 
 
@@ -69,12 +67,8 @@ def greedy_answers(
     max_new_tokens: int,
     use_cache: bool = True,
     together: bool = False,
-    cache: Cache | None = None,
 ) -> list[str]:
-    """Greedy continuations of prompts (B, T) without padding, up to the end-of-text token.
-
-    A cache has what the prompts begin with, and then all but the last token of the output.
-    """
+    """Greedy continuations of prompts (B, T) without padding, up to the end-of-text token."""
     generate: Any = model.generate
     prompts = prompts.to(model.device)
     config: Any = model.generation_config
@@ -98,6 +92,5 @@ def greedy_answers(
             attention_mask=torch.ones_like(prompts),
             logits_processor=[FiniteScores()],
             synced_gpus=together,  # processes that share the weights make as many passes
-            **({} if cache is None else {CACHE: cache}),
         )
     return tokenizer.batch_decode(output[:, prompts.shape[1] :], skip_special_tokens=True)

@@ -44,14 +44,6 @@ class BaselineConfig(LlamaConfig):
     use_cache: bool = False
 
 
-def layer_options(config: BaselineConfig) -> list[dict[str, Any]]:
-    """The options of every layer."""
-    return [
-        config.scores[config.layers[index % len(config.layers)]]
-        for index in range(config.num_hidden_layers)
-    ]
-
-
 class BaselineAttention(nn.Module):
     """Attention under a score function, with float32 scores in linear memory.
 
@@ -140,6 +132,7 @@ class BaselineForCausalLM(LlamaForCausalLM):
 
     def __init__(self, config: BaselineConfig) -> None:
         super().__init__(config)
-        for layer, options in zip(self.model.layers, layer_options(config), strict=True):
-            layer.self_attn = BaselineAttention(config, **options)
+        for index, layer in enumerate(self.model.layers):
+            letter = config.layers[index % len(config.layers)]
+            layer.self_attn = BaselineAttention(config, **config.scores[letter])
         self.post_init()

@@ -2,7 +2,6 @@
 
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 
@@ -67,23 +66,6 @@ def test_folder_computes_the_same_by_transformers_own_class(folder, tmp_path):
     assert difference(logits(theirs, ids), logits(ours, ids)) > 1e-2
 
 
-@pytest.mark.slow
-def test_folder_needs_transformers_alone(tmp_path):
-    """In a process in which this package cannot be imported."""
-    roles().save_pretrained(tmp_path / "model")
-    target = exported(tmp_path / "model", tmp_path / "native")
-    program = (
-        "import sys; sys.modules.update({'coca_attention': None, 'coca_lab': None})\n"
-        "import torch; from transformers import AutoModelForCausalLM as A\n"
-        "print(A.from_pretrained(sys.argv[1])(torch.arange(40)[None]).logits.sum().item())"
-    )
-    done = subprocess.run([sys.executable, "-c", program, target], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    with torch.no_grad():
-        expected = AutoModelForCausalLM.from_pretrained(target)(torch.arange(40)[None]).logits
-    assert float(done.stdout) == pytest.approx(expected.sum().item(), rel=1e-4)
-
-
 def test_context_is_folded_into_global_scores():
     native, scaled = as_native(roles()), as_native(roles())
     factor = fold_context(native, 4 * LENGTH)
@@ -99,25 +81,6 @@ def test_context_is_folded_into_global_scores():
     assert difference(logits(native, ids), logits(scaled, ids)) < 1e-5
     with pytest.raises(UserError, match="at least"):
         fold_context(native, LENGTH)
-
-
-@pytest.mark.parametrize(
-    ("model", "reason"),
-    [
-        (lambda: convert(vanilla("Llama"), "rope", roles=Roles("lg")), "a temperature"),
-        (
-            lambda: convert(
-                vanilla("Llama"), "rope", roles=Roles("lg", temperature=False, decay=1.0)
-            ),
-            "decay",
-        ),
-        (lambda: convert(vanilla("Llama"), "slack", roles=Roles("lg")), "slack"),
-        (lambda: convert(vanilla("Llama"), "rope"), "local and global layers"),
-    ],
-)
-def test_others_are_refused(model, reason):
-    with pytest.raises(UserError, match=reason):
-        as_native(model())
 
 
 def test_a_context_is_written_and_told(folder, tmp_path):
@@ -191,6 +154,10 @@ def granite(**changes):
     return GraniteSWAForCausalLM(GraniteSWAConfig(**model.config.to_dict() | changes))
 
 
+def converted(roles=None, form="rope"):
+    return convert(vanilla("Llama", vocab_size=VOCABULARY), form, roles=roles)
+
+
 def scaled_linearly():
     model = vanilla("Llama", num_hidden_layers=3, vocab_size=VOCABULARY)
     set_rotary_scaling(model, "linear", factor=4.0)
@@ -208,6 +175,10 @@ def rotated_in_part():
     ("model", "options", "reason"),
     [
         (lambda: vanilla("Llama"), [], "a plain LlamaForCausalLM needs no export: engines"),
+        (lambda: converted(), [], "local and global layers"),
+        (lambda: converted(Roles("lg")), [], "a temperature"),
+        (lambda: converted(Roles("lg", temperature=False, decay=1.0)), [], "a decay"),
+        (lambda: converted(Roles("lg"), "strict"), [], "strict attention in local layers"),
         (scaled_linearly, [], "linear scaling in local layers"),
         (rotated_in_part, [], "partial rotary embedding"),
         (lambda: roles(hidden_act="gelu"), ["--gguf"], "hidden_act 'gelu'"),

@@ -7,8 +7,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-import studies.verdict as verdict
-from coca_attention.models import CoCALlamaConfig, CoCALlamaForCausalLM
 from coca_attention.ops import Rotation
 from studies.verdict import BaselineConfig, BaselineForCausalLM
 from studies.verdict.model import BaselineAttention
@@ -194,16 +192,3 @@ def test_padding_is_refused():
     mask[0, 0] = 0
     with pytest.raises(ValueError, match="without padding, packing or cache"):
         baseline("rotary")(input_ids=torch.ones(1, 5, dtype=torch.long), attention_mask=mask)
-
-
-def test_every_score_has_a_name():
-    assert set(verdict.SCORES) == {x[0]["score"] for x in LAYERS.values()}
-
-
-@pytest.mark.parametrize("form", ["strict", "magnitude"])
-def test_collinear_is_the_librarys_llama(form):
-    model = baseline("collinear", form=form)
-    coca = CoCALlamaForCausalLM(CoCALlamaConfig(**SIZES, coca_form=form))
-    weights = {name.replace("k_proj", "t_proj"): x for name, x in model.state_dict().items()}
-    coca.load_state_dict(weights)
-    same_logits(model, coca)

@@ -103,12 +103,13 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     except Exception as error:  # a damaged file raises a plain Exception, among others
         if folder.is_dir() and found <= set(NO_VOCABULARY):
             raise UserError(none) from error
-        reason = _damage(folder) or str(error).strip() or type(error).__name__
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         alone = "tokenizer.model" in found and TOKENIZER_JSON not in found
         if alone and find_spec("sentencepiece") is None:
             # Transformers then tries tiktoken, and names that.
             reason = "tokenizer.model needs the package sentencepiece: pip install sentencepiece"
-        reason = " ".join(reason.split())[:300]
+        elif found:
+            reason += f"; if {' or '.join(sorted(found))} is damaged, copy it again"
         raise UserError(f"{path}: no tokenizer could be loaded: {reason}") from error
     # From a model's type alone Transformers makes a tokenizer of a few tokens (GPT-NeoX, Qwen3).
     files = tokenizer.vocab_files_names.values()  # none for ByT5, whose tokens are bytes
@@ -126,24 +127,6 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             raise UserError(none)
     tokenizer.init_kwargs.pop("auto_map", None)  # names code of the folder, which is never run
     return tokenizer
-
-
-def _damage(folder: Path) -> str | None:
-    """Which JSON file of a tokenizer's folder is damaged, if one is: Transformers names none."""
-    for name in (TOKENIZER_JSON, *NO_VOCABULARY):
-        if not (folder / name).is_file():
-            continue
-        try:
-            content = json.loads((folder / name).read_bytes())
-            if not isinstance(content, dict):
-                raise ValueError(f"expected an object, got {type(content).__name__}")
-            if name == TOKENIZER_JSON:
-                Tokenizer.from_file(str(folder / name))
-                if "added_tokens" not in content:  # which Transformers alone needs
-                    raise ValueError("it has no added_tokens")
-        except Exception as error:  # tokenizers raises no other
-            return f"{name} is damaged ({error}): copy it from the model that it was made from"
-    return None
 
 
 def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -22,6 +22,7 @@ from coca_lab.folders import convert_folder
 from coca_lab.recipe import check_same_recipe
 from coca_lab.training import Recipe, is_finished, read_summary, train
 from coca_lab.training.folder import RECIPE_FILE, check_finished, check_same_inputs, has_begun
+from coca_lab.training.run import largest_divisor
 from coca_lab.training.texts import inputs_of
 from coca_lab.training.trainer import TrainingDiverged
 
@@ -221,11 +222,8 @@ class Trial:
                 size = recipe.training.micro_batch_size
                 if size == 1:
                     raise
-                # At most half, and a divisor of the batch, which accumulation has to fill.
-                batch = recipe.training.global_batch_size
-                smaller = size // 2
-                while batch % smaller:
-                    smaller -= 1
+                # A divisor of the batch, which accumulation has to fill.
+                smaller = largest_divisor(recipe.training.global_batch_size, size // 2)
                 recipe = recipe.changed("training", micro_batch_size=smaller)
 
     def _convert(self, conversion: Conversion) -> None:

@@ -46,12 +46,9 @@ INSTEAD = {
 }
 """Fields of the recipe for those of TrainingArguments that have another name there."""
 
-COMPILES, CHECKPOINTS, SHARDS, TRACKS = (
-    "training.compile: true",
-    "training.gradient_checkpointing: true",
-    "fsdp beside it",
-    "training.report_to: [trackio]",
-)
+COMPILES = "training.compile: true"
+CHECKPOINTS = "training.gradient_checkpointing: true"
+SHARDS = "fsdp beside it"
 FREE: dict[str, str] = {
     "optim": "",
     "optim_args": "",
@@ -78,10 +75,6 @@ FREE: dict[str, str] = {
     "deepspeed": "",
     "disable_tqdm": "",
     "run_name": "",
-    "project": TRACKS,
-    "trackio_space_id": TRACKS,
-    "trackio_bucket_id": TRACKS,
-    "trackio_static_space_id": TRACKS,
 }
 """Fields that ``training.trainer`` may set, with what else has to be set for an effect."""
 OF_OPTIMIZERS = ("optim_args", "adam_epsilon")
@@ -161,7 +154,6 @@ def check_free(settings: TrainingRecipe, known: Mapping[str, Any]) -> None:
         COMPILES: settings.compile,
         CHECKPOINTS: settings.gradient_checkpointing,
         SHARDS: bool(settings.trainer.get("fsdp")),
-        TRACKS: "trackio" in settings.report_to,
     }
     ours = {item.name for item in fields(TrainingRecipe)}
     for name in settings.trainer:

@@ -350,7 +350,17 @@ class RecipeTrainer(Trainer):
         # Gathered or cast they no longer share memory, so tied ones would be saved twice.
         tied = tied_names(model)
         weights = {name: weight for name, weight in weights.items() if name not in tied}
-        weights = weights if dtype is None else _cast(weights, dtype)
+        if dtype is not None:
+            weights = {
+                name: weight.to(dtype) if weight.is_floating_point() else weight
+                for name, weight in weights.items()
+            }
+            for name, weight in weights.items():
+                if not torch.isfinite(weight).all():
+                    raise UserError(
+                        f"{name} has values too large for {str(dtype).removeprefix('torch.')}: set "
+                        "model.dtype to bfloat16 or float32, and run the same command again"
+                    )
         if not self.is_world_process_zero():
             return
         shutil.rmtree(partial, ignore_errors=True)
@@ -420,15 +430,3 @@ def tied_names(model: nn.Module) -> set[str]:
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     weights = dict(model.named_parameters(remove_duplicate=False))
     return {name for name in tied if name in weights and weights[name] is weights.get(tied[name])}
-
-
-def _cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Weights in another precision; UserError if it cannot hold one of them."""
-    cast = {n: w.to(dtype) if w.is_floating_point() else w for n, w in weights.items()}
-    for name, weight in cast.items():
-        if not torch.isfinite(weight).all():
-            raise UserError(
-                f"{name} has values too large for {str(dtype).removeprefix('torch.')}: set "
-                "model.dtype to bfloat16 or float32, and run the same command again"
-            )
-    return cast

@@ -208,16 +208,13 @@ def test_no_word_is_in_another_one():
 
 
 class Reader(LlamaForCausalLM):
-    """A model that answers what `solved` finds in its prompt, or with random tokens."""
+    """A model that answers what `solved` finds in its prompt."""
 
-    tokenizer, task, guesses = None, "", False
+    tokenizer, task, asked = None, "", 0
 
     def forward(self, input_ids=None, **kwargs):
         logits = torch.zeros(len(input_ids), 1, len(self.tokenizer))
         for row, ids in enumerate(input_ids.tolist()):
-            if self.guesses:
-                logits[row, 0, torch.randint(1, len(self.tokenizer), ())] = 1.0
-                continue
             start = self.asked - ANSWER_TOKENS[self.task]
             said, prompt = self.tokenizer.decode(ids[start:]), self.tokenizer.decode(ids[:start])
             left = (" " + " ".join(solved(self.task, prompt)))[len(said) :]
@@ -225,22 +222,18 @@ class Reader(LlamaForCausalLM):
         return CausalLMOutputWithPast(logits=logits)
 
 
-@pytest.mark.parametrize(
-    ("guesses", "score"), mostly_slow([(False, 1.0), (True, 0.0)], [(False, 1.0)])
-)
-def test_a_reader_has_every_point_and_a_guess_none(tokenizers, text_folder, guesses, score):
-    torch.manual_seed(0)
+def test_a_reader_has_every_point(tokenizers, text_folder):
     tokenizer = tokenizers["byte-level"]
     config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=8, num_hidden_layers=1,
                          num_attention_heads=1, intermediate_size=8, eos_token_id=0)  # fmt: skip
     model = Reader(config).eval()
-    model.tokenizer, model.guesses, model.asked = tokenizer, guesses, 3000
+    model.tokenizer, model.asked = tokenizer, 3000
     for model.task in RULER_TASKS:
         wanted = RulerSettings([3000], kinds=[model.task], samples=2, source=str(text_folder),
                                use_cache=False)  # fmt: skip
         (cell,) = evaluate(RULER_TASK, Model(model, tokenizer), wanted)
         assert (cell["task"], cell["kind"], cell["length"]) == ("ruler", model.task, 3000)
-        assert cell["score"] == score, cell["samples"]
+        assert cell["score"] == 1, cell["samples"]
         assert [len(cell["samples"]), cell["samples"][0]["index"]] == [2, 0]
         json.dumps(cell, allow_nan=False)
 

@@ -34,26 +34,6 @@ from conftest import VOCABULARY, some_text
 FORK = multiprocessing.get_context("fork")
 
 
-class InMemory(SourceSettings):
-    """Documents that are in no file."""
-
-    def __init__(self, documents):
-        self.documents = lambda *_, **__: iter(documents)
-        super().__init__()
-
-
-@pytest.fixture(autouse=True)
-def documents_of_their_own(monkeypatch):
-    """What a source of a test yields, whatever its files have."""
-    read = text_module.documents_of
-
-    def documents_of(source, *args, **options):
-        own = getattr(source, "documents", None)
-        return own(*args, **options) if own else read(source, *args, **options)
-
-    monkeypatch.setattr(text_module, "documents_of", documents_of)
-
-
 @pytest.fixture
 def source(tmp_path):
     folder = tmp_path / "text"
@@ -84,13 +64,14 @@ def test_any_text_survives_the_tokenizer(tokenizer, text):
 
 
 def test_an_endless_source_is_read_only_as_far_as_needed(tokenizer, monkeypatch):
-    def endless():
+    def endless(*_, **__):
         while True:
             read.append(1)
             yield Document(str(len(read)), some_text(500))
 
     read = []
-    assert len(tokenise(InMemory(endless()), tokenizer, max_tokens=5000)) == 5000
+    monkeypatch.setattr(text_module, "documents_of", endless)
+    assert len(tokenise(SourceSettings(), tokenizer, max_tokens=5000)) == 5000
     assert len(read) <= 64
     monkeypatch.setattr(text_module, "TOKENIZER_CHARACTERS", 20_000)
     assert len(train_tokenizer(endless(), VOCABULARY)) > 257
@@ -144,25 +125,10 @@ def test_a_tokenizer_of_bytes_needs_no_vocabulary(tmp_path):
     assert load_tokenizer(tmp_path)("a").input_ids == [100, 1]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "reason"),
-    [
-        ("tokenizer.json", "", "Expecting value"),
-        ("tokenizer.json", "[]", "expected an object, got list"),
-        ("tokenizer.json", "{}", "Model missing"),
-        ("tokenizer.json", None, "it has no added_tokens"),
-        ("tokenizer_config.json", "[]", "expected an object, got list"),
-        ("special_tokens_map.json", "{", "Expecting property name"),
-    ],
-)
-def test_a_damaged_file_of_a_tokenizer_is_named(tmp_path, tokenizer, name, content, reason):
+def test_a_damaged_tokenizer_is_refused_with_the_names_of_its_files(tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path)
-    if content is None:
-        content = json.loads((tmp_path / name).read_text())
-        del content["added_tokens"]
-        content = json.dumps(content)
-    (tmp_path / name).write_text(content)
-    with pytest.raises(UserError, match=rf"{name} is damaged \({reason}.*\): copy it"):
+    (tmp_path / "tokenizer.json").write_text("[]")
+    with pytest.raises(UserError, match=r"loaded: .*; if tokenizer\.json or .* is damaged"):
         load_tokenizer(tmp_path)
 
 
@@ -216,21 +182,20 @@ def test_a_cache_is_complete_or_written_again_after_a_kill(source, tokenizer, tm
     assert files(tmp_path) == [".bin"]
 
 
-class Growing(SourceSettings):
-    """Changes while it is read."""
-
-    def documents(self, *args, **kwargs):
-        yield from documents_of(self, *args, **kwargs)
-        (Path(self.source) / "0.txt").write_text("another text")
-
-
 def test_sources_and_disks_that_fail_leave_no_cache(source, tokenizer, tmp_path, monkeypatch):
     with pytest.raises(DataError, match="no documents"):
         tokenise(source, tokenizer, share=1.0)
     with pytest.raises(DataError, match="no documents"):
         tokenise(source, tokenizer, share=1.0, folder=tmp_path / "cache")
-    with pytest.raises(DataError, match="changed while it was being read"):
-        tokenise(Growing(source.source), tokenizer, folder=tmp_path / "cache")
+
+    def growing(*args, **options):
+        yield from documents_of(*args, **options)
+        (Path(source.source) / "0.txt").write_text("another text")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(text_module, "documents_of", growing)
+        with pytest.raises(DataError, match="changed while it was being read"):
+            tokenise(source, tokenizer, folder=tmp_path / "cache")
     (tmp_path / "file").write_text("a file")
     with pytest.raises(UserError, match=r"cannot be stored here: Not a directory.*data\.cache"):
         tokenise(source, tokenizer, folder=tmp_path / "file")
@@ -268,11 +233,11 @@ def test_concurrent_processes_write_one_cache(source, tokenizer, tmp_path):
 def test_a_dataset_of_hugging_face_is_streamed_into_the_cache_offline(tokenizer, tmp_path):
     folder = tmp_path / "dataset"
     folder.mkdir()
-    texts = [some_text(50, seed=index) for index in range(6)]
-    lines = [json.dumps({"content": text}) for text in texts]
+    lines = [json.dumps({"content": some_text(50, seed=index)}) for index in range(6)]
     (folder / "train.jsonl").write_text("\n".join(lines))
     source = SourceSettings(source=f"hf:{folder}", text_field="content")
-    expected = tokenise(InMemory([Document("", text) for text in texts]), tokenizer)
+    same = SourceSettings(source=str(folder / "train.jsonl"), text_field="content")
+    expected = tokenise(same, tokenizer)
     for limit in (None, 100, None, 100):
         assert np.array_equal(
             cached(tmp_path, source, tokenizer, max_tokens=limit), expected[:limit]

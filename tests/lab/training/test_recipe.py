@@ -216,20 +216,6 @@ def test_the_recipes_of_the_documentation_load(tmp_path):
         assert load_recipe(tmp_path / "written.yaml") == recipe
 
 
-@pytest.mark.parametrize(
-    ("word", "processes", "message"),
-    [
-        ("global_batch_size=100", 3, "must be a multiple of `micro_batch_size`"),
-        ("trainer={no_such_field: 1}", 1, "no_such_field"),
-        ("trainer={seed: 1}", 1, "the recipe sets seed itself; set training.seed"),
-    ],
-)
-def test_arguments_that_do_not_fit(tmp_path, word, processes, message):
-    recipe = load_recipe(None, [f"--training.{word}"])
-    with pytest.raises(UserError, match=message):
-        training_arguments(recipe, *recipe.schedules, tmp_path, processes)
-
-
 def test_accumulation_fills_the_batch_and_precision_is_the_recipes(monkeypatch, tmp_path):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     chosen = TrainingRecipe(precision="float32", compile=True, gradient_checkpointing=True)

@@ -7,10 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 import runs
 from coca_attention.errors import UserError
@@ -114,6 +112,10 @@ def test_missing_and_empty_sources_are_rejected_by_name(sources, tokenizer, tmp_
         runs.data_of(recipe(sources), tokenizer)
     with pytest.raises(DataError, match=r"data\.mixture\.code: .*the file is empty"):
         list(training_documents(recipe(sources)))
+    none = recipe(data__source=tmp_path / "code.jsonl", data__held_out=1e-9, validation__every=1)
+    none.data.text_field = "content"
+    with pytest.raises(DataError, match=r"data\.held_out: no documents"):
+        runs.data_of(none, tokenizer)
     (tmp_path / "short.txt").write_text("few")
     sources["code"]["source"] = str(tmp_path / "short.txt")
     with pytest.raises(DataError, match=r"code: the text has .* fewer than one block"):
@@ -129,29 +131,6 @@ def test_a_tokenizer_is_trained_once_and_saved_whole(text_folder, tmp_path, monk
     assert not (tmp_path / "tokenizer" / "rubbish").exists()
     monkeypatch.setattr("coca_lab.training.texts.train_tokenizer", None)
     assert load_run_tokenizer(chosen, tmp_path).get_vocab() == first.get_vocab()
-
-
-def batches(dataset, processes: int, process: int, skipped: int = 0) -> list[list[list[int]]]:
-    """The batches that Accelerate gives one of several processes, as token ids."""
-    loader = prepare_data_loader(
-        DataLoader(dataset, batch_size=8 // processes, drop_last=True),
-        num_processes=processes,
-        process_index=process,
-        put_on_device=False,
-    )
-    loader = skip_first_batches(loader, skipped) if skipped else loader
-    return [batch["input_ids"].tolist() for batch in loader]
-
-
-def test_processes_read_disjoint_parts_of_the_same_batch_and_resume_with_the_next_block(
-    sources, tokenizer
-):
-    found, again = (runs.data_of(recipe(sources), tokenizer).stages[0] for _ in range(2))
-    one = batches(found, 1, 0)
-    parts = [batches(found, 2, process) for process in range(2)]
-    assert len(one) == 30 and one == [a + b for a, b in zip(*parts, strict=True)]
-    assert batches(again, 1, 0, skipped=13) == one[13:]
-    assert batches(again, 2, 1, skipped=13) == parts[1][13:]
 
 
 def test_positions_restart_and_no_target_crosses_a_border(tokenizer):
@@ -237,14 +216,6 @@ def test_blocks_to_validate_on_are_spread_over_the_text(caplog):
     blocks = BlockDataset(np.arange(101, dtype=np.uint16), 10)
     assert list(spread_evenly(blocks, 4).indices) == [0, 2, 5, 7]
     assert not caplog.text
-    # A short text is measured whole, which is said in the unit that the recipe sets.
-    assert list(spread_evenly(blocks, 12, batch=3).indices) == list(range(10))
-    assert "asks for 4 batches of 3: all 10 blocks are measured" in caplog.text
-
-
-def test_the_papers_shares_are_exact():
-    assert apportion([0.75, 0.25], 256, 100)[-1].tolist() == [19200, 6400]
-    assert apportion([0.75, 0.25], 4, 3).tolist() == [[0, 0], [3, 1], [6, 2], [9, 3]]
 
 
 def test_a_short_source_is_repeated_each_pass_in_a_new_order():
