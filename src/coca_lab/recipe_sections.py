@@ -215,8 +215,8 @@ class TrainingRecipe:
     max_grad_norm: NonNegative = 1.0
     """Maximum norm of the gradients; larger gradients are scaled down."""
     precision: Dtype = "auto"
-    """Autocast dtype of forward and backward pass. Weights stay in float32. auto is bfloat16 on a
-    GPU or an x86 processor that computes in it natively, else float32."""
+    """Autocast dtype of forward and backward pass. Weights stay in float32. auto is bfloat16 where
+    the device computes in it natively, else float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     compile: bool = False
