@@ -1,5 +1,6 @@
 """vLLM's server with streamed clients, and with the trained native model's passkeys."""
 
+import json
 import subprocess
 import sys
 from functools import partial
@@ -51,6 +52,28 @@ def test_streamed_clients_get_the_same_text_alone_and_at_once(tmp_path):
             [sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True
         )
     assert f"the same text {CLIENTS} times" in done.stdout, done.stdout + done.stderr
+
+
+def test_needles_are_as_probable_behind_the_server_as_here(capsys, tmp_path):
+    model = vanilla(
+        "Llama", vocab_size=VOCABULARY, hidden_size=128, head_dim=32, max_position_embeddings=1024
+    )
+    folder = saved(model, tmp_path / "model")
+    text = tmp_path / "text.txt"
+    text.write_text("One line of a text that is long enough.\n" * 400)
+    words = ["eval", "needles", folder, "--source", text, "--lengths", "900", "--count", "3"]
+    found = {}
+    with serving(folder, tmp_path / "log") as (address, _):
+        behind = ["--endpoint", f"{address}/v1", "--model", str(folder)]
+        for name, where in (("here", []), ("vLLM", behind)):
+            output = tmp_path / f"{name}.json"
+            code, _, err = commands.run(capsys, *words, *where, "--output", output)
+            assert code == 0, err
+            (cell,) = json.loads(output.read_text())["results"]
+            found[name] = cell["documents"][0]["needles"]
+    for here, there in zip(found["here"], found["vLLM"], strict=True):
+        assert there["nats"] == pytest.approx(here["nats"], abs=1e-3)
+        assert {**there, "nats": 0} == {**here, "nats": 0}
 
 
 @pytest.mark.skipif(not TRAINED.is_dir(), reason="needs coca train recipes/native-1m.yaml")
