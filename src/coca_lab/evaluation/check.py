@@ -133,7 +133,14 @@ def measurements_of_check(
             f"which method reads farther: hide more (`check_numbers`, {settings.check_numbers} "
             f"now), or read longer texts (`to`, {to:,} now)"
         )
-    if decides and len(hidden[lengths[-1]]) < 2:
+    documents = len(hidden[lengths[-1]])
+    log.info(
+        "%d documents of more than %s tokens are read, of at most %d (check_documents)",
+        documents,
+        f"{lengths[-1]:,}",
+        settings.check_documents,
+    )
+    if decides and documents < 2:
         log.warning(
             "1 document of %s tokens says nothing about methods that change texts of up to L "
             "tokens: give at least 2, on which intervals are computed",

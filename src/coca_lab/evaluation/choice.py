@@ -285,13 +285,16 @@ class Choice:
         taken = self.taken
         if taken is None:
             return said
-        if mean_nats(self.base.far) <= min(mean_nats(taken.far), GUESS):
+        if not _above_zero(differences(self.base.far, taken.far)):
             said.append(
-                f"Beyond L the model as it is does no worse, with {_digit(self.base.far)}: it may "
-                "have been made for longer texts than L."
+                f"Beyond L it is not shown that {taken.method} is better than the model as it is, "
+                f"which has {_digit(self.base.far)} and may have been made for longer texts than L."
             )
-        if not mean_nats(taken.far) < mean_nats(self.alone.far):
-            said.append(f"Beyond L {taken.method} is no better than the {self.alone.method}.")
+        if not _above_zero(differences(self.alone.far, taken.far)):
+            said.append(
+                f"Beyond L it is not shown that {taken.method} is better than the "
+                f"{self.alone.method}."
+            )
         lost = differences(taken.back, self.alone.back)
         if _above_zero(lost):
             said.append(

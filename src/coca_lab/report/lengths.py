@@ -196,7 +196,7 @@ def length_section(frame: Frame, measure: Measure, title: str, caption: str) -> 
     )
     header: list[str | Entry] = [f"{measure.name} at"]
     for length in lengths:
-        multiple = f"{length / trained:,.4g} ×" if trained else ""
+        multiple = f"{length / trained:,.3g} ×" if trained else ""
         header.append(Entry(f"{length:,}", multiple))
     entries = _entries(frame, measure)
     rows: list[list[str | Entry]] = []

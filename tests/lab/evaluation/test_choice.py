@@ -187,8 +187,8 @@ def test_a_model_that_needs_no_method_is_said_to():
     base = read("base", [0.9, 1.0, 1.1])
     (said,) = choice_of(base, read("yarn", [1.0, 1.1, 1.2])).warnings
     assert said == (
-        "Beyond L the model as it is does no worse, with 1.10 nats a digit (probability 33%): it "
-        "may have been made for longer texts than L."
+        "Beyond L it is not shown that yarn is better than the model as it is, which has 1.10 nats "
+        "a digit (probability 33%) and may have been made for longer texts than L."
     )
 
 
