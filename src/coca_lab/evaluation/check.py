@@ -135,7 +135,7 @@ def measurements_of_check(
         )
     documents = len(hidden[lengths[-1]])
     log.info(
-        "%d documents of more than %s tokens are read, of at most %d (check_documents)",
+        "%d documents of more than %s tokens are read, of at most %d (`check_documents`)",
         documents,
         f"{lengths[-1]:,}",
         settings.check_documents,
