@@ -196,7 +196,11 @@ def length_section(frame: Frame, measure: Measure, title: str, caption: str) -> 
     )
     header: list[str | Entry] = [f"{measure.name} at"]
     for length in lengths:
-        multiple = f"{length / trained:,.3g} ×" if trained else ""
+        multiple = ""
+        if trained and length >= trained:
+            multiple = f"{length / trained:,.4g} ×"
+        elif trained:
+            multiple = f"{length / trained:.2g} ×"
         header.append(Entry(f"{length:,}", multiple))
     entries = _entries(frame, measure)
     rows: list[list[str | Entry]] = []

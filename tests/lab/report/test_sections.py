@@ -241,3 +241,12 @@ def test_the_terminal_has_the_tables_of_the_figures_alone():
     assert [table[0][0] for table in printed_tables(cells)] == [
         "RULER score of vt at (texts 1 of 2)", "RULER score of vt at (texts 2 of 2)",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("length", "multiple"), [(128, "0.016 ×"), (12_288, "1.5 ×"), (8192 * 2048, "2,048 ×")]
+)
+def test_lengths_are_multiples_of_the_training_length(length, multiple):
+    cells = [passkey("a", length, 2, trained=8192)]
+    section = shown(*cells)["Passkeys found, by prompt length"]
+    assert text(section.header)[1] == f"{length:,} ({multiple})"
