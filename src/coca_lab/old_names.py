@@ -32,6 +32,8 @@ def in_todays_names(content: dict[str, Any]) -> dict[str, Any]:
         return content
     if "methods" in content:
         raise UserError("scalings is the old name of methods: leave it out")
+    if not isinstance(content["scalings"], list):
+        raise UserError(f"scalings: expected a list, got {content['scalings']!r}")
     methods = []
     for each in content["scalings"]:
         if not isinstance(each, Mapping) or "kind" not in each:

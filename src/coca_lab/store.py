@@ -104,6 +104,8 @@ class Store:
                 raise UserError(
                     f"{self.path} is in use by another process: wait until it ends"
                 ) from error
+            if "column" in str(error):  # of something else
+                raise self._damaged(error) from error
             raise UserError(f"{self.path}: {error}: {RESUMABLE}") from error
         except sqlite3.DatabaseError as error:
             raise self._damaged(error) from error

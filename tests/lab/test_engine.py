@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sqlite3
 import struct
 import sys
 import threading
@@ -56,6 +57,11 @@ def test_a_damaged_file_and_a_full_disk_are_named(tmp_path):
         with pytest.raises(UserError, match=rf"{name} is damaged .*delete it"):
             Store(tmp_path / name)
     path.unlink()
+    with sqlite3.connect(path) as other:
+        other.execute("CREATE TABLE done (key, value)")
+    with Store(path) as store, pytest.raises(UserError, match=r"is damaged .*column.* delete it"):
+        store.put(["a"], [1])
+    path.unlink(missing_ok=True)
     with Store(path) as store:
         store.put(["a"], [1])
         store._db.execute("PRAGMA max_page_count = 4")

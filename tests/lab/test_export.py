@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 
@@ -81,6 +82,23 @@ def test_context_is_folded_into_global_scores():
     assert difference(logits(native, ids), logits(scaled, ids)) < 1e-5
     with pytest.raises(UserError, match="at least"):
         fold_context(native, LENGTH)
+
+
+@pytest.mark.slow
+def test_folder_needs_transformers_alone(tmp_path):
+    """In a process in which this package cannot be imported."""
+    roles().save_pretrained(tmp_path / "model")
+    target = exported(tmp_path / "model", tmp_path / "native")
+    program = (
+        "import sys; sys.modules.update({'coca_attention': None, 'coca_lab': None})\n"
+        "import torch; from transformers import AutoModelForCausalLM as A\n"
+        "print(A.from_pretrained(sys.argv[1])(torch.arange(40)[None]).logits.sum().item())"
+    )
+    done = subprocess.run([sys.executable, "-c", program, target], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(target)(torch.arange(40)[None]).logits
+    assert float(done.stdout) == pytest.approx(expected.sum().item(), rel=1e-4)
 
 
 def test_a_context_is_written_and_told(folder, tmp_path):

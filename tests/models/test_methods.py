@@ -431,6 +431,22 @@ def test_options_are_those_of_the_method():
     assert model.config.rope_parameters["beta_fast"] == 16.0
 
 
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("yarn", "must have method, length and to, .* got 'yarn': extend the original"),
+        ({"method": "yarn", "to": 128}, "must have method, length and to"),
+        ({"method": "yarn", "length": "64", "to": 128}, "length of .* whole number.*got '64'"),
+        ({"method": "yarn", "length": 64, "to": None}, "to of .* whole number.*got None"),
+    ],
+)
+def test_what_an_extension_has_written_is_checked(written, message):
+    config = vanilla("Llama").config
+    config.context_extension = written
+    with pytest.raises(UserError, match=message):
+        made_for(config)
+
+
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("caches", [True, False])
 def test_gaps_in_positions_begin_documents_where_they_do_in_the_original(caches, implementation):

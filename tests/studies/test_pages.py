@@ -304,3 +304,17 @@ def test_what_the_page_of_smollm2_says_of_perplexity_is_in_its_table():
         (row,) = re.findall(rf"^\| {method} \|(.*)\|$", table, re.M)
         ratios = re.findall(r"\d\.\d{3}", row.split("|")[window])
         assert sentence.format(*(f"{abs(float(x) - 1) * 100:.1f}" for x in ratios)) in said
+
+
+def test_smollm2s_conversion_is_as_its_files_say():
+    folder = ROOT / "results" / "conversion"
+    page = (folder / "README.md").read_text()
+    figures = {}
+    for name in ("start", "strict"):
+        cells = json.loads((folder / "smollm2" / f"{name}.json").read_text())["results"]
+        figures[name] = {cell["window"]: cell["perplexity"] for cell in cells}
+    start = figures["start"]
+    strict = figures["strict"]
+    assert f" (4-bit weights) | {start[512]:.1f} | {start[2048]:.1f} |" in page
+    assert f"| strict, after both recipes | {strict[512]:.1f} | {strict[2048]:.1f} |" in page
+    assert f"has {strict[2048] / start[2048]:.1f} times the perplexity of its start" in page

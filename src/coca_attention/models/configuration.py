@@ -119,8 +119,21 @@ def attention_of(config: PreTrainedConfig) -> str | None:
 
 
 def extension_of(config: PreTrainedConfig) -> dict[str, Any] | None:
-    """What `extend_context` has written: the method, L as ``length`` and T as ``to``, if it has."""
-    return getattr(config, EXTENSION, None)
+    """What `extend_context` has written: the method, L as ``length`` and T as ``to``.
+
+    None of a model that was not extended. UserError if something of it is missing.
+    """
+    found = getattr(config, EXTENSION, None)
+    if not found:
+        return None
+    if not isinstance(found, dict) or not {"method", "length", "to"} <= found.keys():
+        raise UserError(
+            f"{EXTENSION} in config.json must have method, length and to, as extend_context writes "
+            f"them; got {found!r}: extend the original model once more"
+        )
+    for name in ("length", "to"):
+        check_whole(f"{name} of {EXTENSION} in config.json", found[name], error=UserError)
+    return found
 
 
 def made_for(config: PreTrainedConfig) -> tuple[int | None, str]:
@@ -130,6 +143,9 @@ def made_for(config: PreTrainedConfig) -> tuple[int | None, str]:
     `original_length`; where `extend_context` has, the length from which it did. Public
     configurations say it in several ways; where they leave it open, the reason begins with
     "assumed". None if nothing says it.
+
+    Raises:
+        UserError: If what `extend_context` writes is incomplete.
     """
     extended = extension_of(config)
     if extended:

@@ -135,9 +135,9 @@ def measurements_of_check(
         )
     documents = len(hidden[lengths[-1]])
     log.info(
-        "%d documents of more than %s tokens are read, of at most %d (`check_documents`)",
-        documents,
+        "documents of more than %s tokens: %d, of at most %d to read (`check_documents`)",
         f"{lengths[-1]:,}",
+        documents,
         settings.check_documents,
     )
     if decides and documents < 2:

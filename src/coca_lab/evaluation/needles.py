@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from coca_attention.errors import UserError
 from coca_lab.data.needle_texts import DIGITS, NeedleText, hide_needles
 from coca_lab.engine import Item
+from coca_lab.evaluation.endpoint import TokenReading
 from coca_lab.evaluation.perplexity import load_text
 from coca_lab.evaluation.task import Cell, Measurement, MethodSettings, Model, Task
 from coca_lab.evaluation.windows import last_logits
@@ -93,18 +94,21 @@ def _measure_cell(
     label = " ".join((model.name, *method.words, f"needles {length:,}"))
 
     def read(named: list[str]) -> list[list[Cell]]:
-        return [_read(model, method, name, texts[name]) for name in named]
+        if model.endpoint is not None:
+            said = model.endpoint.log_probabilities([texts[name].ids for name in named])
+            return [
+                _needles_of(texts[name], answers[texts[name].first_answer - 1 :])
+                for name, answers in zip(named, said, strict=True)
+            ]
+        return [_needles_of(texts[name], _read(model, method, name, texts[name])) for name in named]
 
-    items = [
-        Item(
-            keys=[[scaled, length, _hash([text])]],
-            work=read,
-            arguments=[name],
-            cost=length,
-            label=label,
-        )
-        for name, text in texts.items()
-    ]
+    size = model.endpoint.requests if model.endpoint else 1  # so many are answered at once
+    names = list(texts)
+    items = []
+    for start in range(0, len(names), size):
+        named = names[start : start + size]
+        keys = [[scaled, length, _hash([texts[name]])] for name in named]
+        items.append(Item(keys, read, named, length * len(named), label=label))
 
     def cells(readings: list[list[Cell]]) -> list[Cell]:
         documents = [
@@ -134,33 +138,34 @@ def _hash(texts: Sequence[NeedleText]) -> str:
     return hashlib.sha256(repr(texts).encode()).hexdigest()[:16]
 
 
-def _read(model: Model, method: MethodSettings, name: str, text: NeedleText) -> list[Cell]:
-    """What the model says about every needle of a text, in the order of their answers."""
-    first = text.first_answer
-    if model.endpoint is not None:
-        (readings,) = model.endpoint.log_probabilities([text.ids])
-        answers = readings[first - 1 :]
-        nats = torch.tensor([-each.log_probability for each in answers], dtype=torch.float64)
-        likeliest = torch.tensor([each.likeliest for each in answers])
-    else:
-        targets = torch.tensor(text.ids[first:])
-        module = model.loaded()
-        inputs = torch.tensor([text.ids[:-1]], device=module.device)
-        with method.applied(module, len(text.ids)):
-            logits = last_logits(module, inputs, len(targets))[0].cpu()
-        nats = F.cross_entropy(logits, targets, reduction="none").double()
-        likeliest = logits.argmax(-1) == targets
+def _read(model: Model, method: MethodSettings, name: str, text: NeedleText) -> list[TokenReading]:
+    """What the model says about every token of a text from its first answer on."""
+    targets = torch.tensor(text.ids[text.first_answer :])
+    module = model.loaded()
+    inputs = torch.tensor([text.ids[:-1]], device=module.device)
+    with method.applied(module, len(text.ids)):
+        logits = last_logits(module, inputs, len(targets))[0].cpu()
+    nats = F.cross_entropy(logits, targets, reduction="none").double()
+    likeliest = logits.argmax(-1) == targets
     if nats.isnan().any():
         raise UserError(f"{model.name} returns NaN for document {name!r}: try float32")
+    return [
+        TokenReading(log_probability, is_likeliest)
+        for log_probability, is_likeliest in zip((-nats).tolist(), likeliest.tolist(), strict=True)
+    ]
+
+
+def _needles_of(text: NeedleText, answers: Sequence[TokenReading]) -> list[Cell]:
+    """The needles of a text in the order of their answers, from what is said of its last tokens."""
     found: list[Cell] = []
     for needle in text.needles:
-        answer = slice(needle.first - first, needle.stop - first)
-        total = nats[answer].sum().item()
+        answer = answers[needle.first - text.first_answer : needle.stop - text.first_answer]
+        nats = -math.fsum(each.log_probability for each in answer)
         found.append(
             {
                 "distance": needle.distance,
-                "nats": total if math.isfinite(total) else None,
-                "found": bool(likeliest[answer].all()),
+                "nats": nats if math.isfinite(nats) else None,
+                "found": all(each.likeliest for each in answer),
             }
         )
     return found

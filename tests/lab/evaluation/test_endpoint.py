@@ -42,7 +42,7 @@ def server(*said):
             with lock:
                 read.append((self.path, self.headers, body))
                 says = said[min(len(read), len(said)) - 1]
-                status, text, *headers = says(body) if callable(says) else says
+            status, text, *headers = says(body) if callable(says) else says
             if text == "together":
                 together.wait(10)  # for another request, else the test fails
                 status, text = completion()
@@ -181,6 +181,19 @@ def test_a_server_says_how_long_to_wait(tokenizer, waits):
     with server(tomorrow) as (url, _), pytest.raises(UserError, match=message):
         Endpoint(url, "m").answers(tokenizer, prompts_of(tokenizer), 7)
     assert max(waits) < 10  # it does not wait so long
+
+
+@pytest.mark.parametrize("broken", [1, 3])
+def test_a_body_that_breaks_off_is_asked_for_again(tokenizer, broken):
+    half = (200, completion()[1][:20], ("Content-Length", "900"))
+    with server(*[half] * broken, completion()) as (url, read):
+        endpoint = Endpoint(url, "m")
+        if broken == 1:
+            assert endpoint.answers(tokenizer, prompts_of(tokenizer), 7) == [" 12345"]
+        else:
+            with pytest.raises(UserError, match=r"no answer \(.*\)"):
+                endpoint.answers(tokenizer, prompts_of(tokenizer), 7)
+    assert len(read) == min(broken + 1, 3)
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
@@ -375,6 +388,7 @@ def test_needles_behind_a_server_are_those_of_the_model(capsys, model_folder, tm
     model = load_model(model_folder, device="cpu")
 
     def says(body):
+        together.wait(10)
         ids = torch.tensor([body["prompt"]])
         with torch.no_grad():
             scores = model(ids).logits[0, :-1].double().log_softmax(-1)
@@ -384,9 +398,12 @@ def test_needles_behind_a_server_are_those_of_the_model(capsys, model_folder, tm
         choice = {"text": "x", "logprobs": logprobs}
         return 200, json.dumps({"choices": [choice], "usage": {"prompt_tokens": ids.numel()}})
 
-    text = tmp_path / "text.txt"
-    text.write_text("One line of a text that is long enough.\n" * 400)
-    words = ["eval", "needles", model_folder, "--source", text, "--lengths", "900", "--count", "3"]
+    together = threading.Barrier(2)  # one request alone would wait for another in vain
+    for name in ("a", "b"):
+        line = f"One line of text {name} that is long enough.\n"
+        (tmp_path / f"{name}.txt").write_text(line * 400)
+    texts = tmp_path / "*.txt"
+    words = ["eval", "needles", model_folder, "--source", texts, "--lengths", "900", "--count", "3"]
     words += ["--near", "300", "--output", tmp_path / "r.json"]
     found = []
     with server(says) as (url, read):
@@ -394,8 +411,8 @@ def test_needles_behind_a_server_are_those_of_the_model(capsys, model_folder, tm
             code, _, err = run(capsys, *words, *where)
             assert code == 0, err
             (cell,) = json.loads((tmp_path / "r.json").read_text())["results"]
-            found.append(cell["documents"][0]["needles"])
-        assert len(read) == 1
+            found.append([needle for text in cell["documents"] for needle in text["needles"]])
+        assert len(read) == 2 and len(found[0]) == 6
     for here, there in zip(*found, strict=True):
         assert here["nats"] == pytest.approx(there["nats"], abs=1e-4)
         assert {**here, "nats": 0} == {**there, "nats": 0}

@@ -215,6 +215,7 @@ def test_one_document_and_how_much_is_read_are_said_first(source, tmp_path, caps
     _, said, err = run(capsys, *words)
     assert re.search(r"^Measuring \d methods: \d+ readings of up to 300 tokens$", said, re.M)
     assert "1 document of 300 tokens says nothing about methods that change texts" in err
+    assert "documents of more than 300 tokens: 1, of at most 1 to read (--check-documents)" in err
     assert run(capsys, *words, "--device", "cuda:9")[0] == 2
 
 

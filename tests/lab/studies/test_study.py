@@ -327,6 +327,7 @@ def test_from_the_command_line_to_a_report(small, finished, tmp_path, capsys):
             {"methods": [{"method": "none"}], "scalings": [{"kind": "yarn"}]},
             "scalings is the old name of methods: leave it out",
         ),
+        ({"methods": None, "scalings": {"kind": "yarn"}}, "scalings: expected a list, got {"),
         ({"methods": None, "scalings": [{"factor": 2}]}, "scalings were mappings such as"),
         ({"methods": None, "scalings": [{"kind": "nkt"}]}, "methods.method: .*'ntk_text'"),
     ],
