@@ -26,9 +26,10 @@ from coca_lab.files import cache_folder, find_model, write_text
 from coca_lab.weights import SAFE_WEIGHTS_INDEX_NAME, indexed_files
 
 RECORDS = (
-    "conversion.json", "inputs.json", "stage.json", "start.json", "text.json", "training.json",
+    "conversion.json", "inputs.json", "results.json", "stage.json", "start.json", "text.json",
+    "training.json",
 )  # fmt: skip
-"""Files of a model folder that say how it was made, which no loader reads."""
+"""Files of a model folder that say how it was made or measured, which no loader reads."""
 SETTLED = 2 * 10**9
 """Nanoseconds after which a file that is written again has another time of change, on any disk."""
 MEASURING = (

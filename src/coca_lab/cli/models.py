@@ -20,11 +20,12 @@ from coca_attention.models.methods import DEFAULTS, METHODS, extend_context, ext
 from coca_lab.cli.console import ProgressBar, markdown_table, print_table
 from coca_lab.cli.parsing import as_typed_in
 from coca_lab.engine import Engine
+from coca_lab.environment import describe_environment
 from coca_lab.evaluation.check import check_of_cells, engines_of, measurements_of_check
 from coca_lab.evaluation.choice import RULE, in_words
-from coca_lab.evaluation.task import finish, free_weights, open_model
+from coca_lab.evaluation.task import Cell, finish, free_weights, open_model
 from coca_lab.export import export_native
-from coca_lab.files import cache_folder
+from coca_lab.files import cache_folder, write_json
 from coca_lab.fingerprints import fingerprint
 from coca_lab.folders import convert_folder, extend_folder, new_folder
 from coca_lab.loading import model_without_weights, usable_device
@@ -89,8 +90,9 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
     config = model.config
     length, to = extended_lengths(config, wanted.to, wanted.length, METHODS.get(wanted.method))
     report = ""
+    cells = list[Cell]()
     if check.check:
-        chosen, report = _compare(path, model, wanted, check, length, to)
+        chosen, report, cells = _compare(path, model, wanted, check, length, to)
     else:
         method = wanted.method
         if method == "auto":
@@ -109,6 +111,10 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
         report=report,
         **chosen.options,
     )
+    if cells:  # for coca report
+        results = Path(target) / "results.json"
+        write_json(results, {"results": cells, "environment": describe_environment()})
+        print(f"Results: {results}")
     engines = in_words(engines_of(chosen.method, quantised_by(path, config)))
     print(
         f"{target}: {model.config.model_type}, {chosen.name}, for texts of {to:,} tokens; runs in "
@@ -153,8 +159,8 @@ def _compare(
     check: CheckSettings,
     length: int,
     to: int,
-) -> tuple[MethodSettings, str]:
-    """Measure the methods that are possible: the one to take, and why as Markdown."""
+) -> tuple[MethodSettings, str, list[Cell]]:
+    """Measure the methods that are possible: the one to take, why as Markdown, and all cells."""
     methods = list[MethodSettings]()
     refused = dict[str, str]()
     tried: list[MethodName] = [each.name for each in METHODS.values() if each.compared]
@@ -227,7 +233,7 @@ def _compare(
     print("The rule and all tables are in the model card, README.md.")
     shown = [markdown_table(*table) for table in tables]
     report = [reason, *choice.warnings, columns, markdown_table(*found.table()), RULE, BRACKETS]
-    return taken, "\n\n".join([*report, *shown])
+    return taken, "\n\n".join([*report, *shown]), cells
 
 
 def export_command(path: str, target: str, wanted: ExportSettings) -> None:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from coca_attention.models import METHODS as ROWS
 from coca_attention.testing import difference, logits, some_tokens
 from coca_lab.cli import main
+from coca_lab.cli.console import markdown_table
 from coca_lab.data import Document, train_tokenizer
 from coca_lab.data.ruler import NEEDLE, draw_distinct
 from coca_lab.engine import Engine
@@ -19,6 +20,8 @@ from coca_lab.evaluation.check import check_of_cells, measurements_of_check
 from coca_lab.evaluation.choice import Read
 from coca_lab.evaluation.needles import NEEDLES_TASK
 from coca_lab.evaluation.task import finish
+from coca_lab.fingerprints import model_fingerprint
+from coca_lab.report import printed_tables, read_results
 from coca_lab.settings.commands import CheckSettings
 from coca_lab.settings.evaluations import NeedleSettings
 from coca_lab.store import Store
@@ -110,6 +113,15 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, find
     assert model.config.max_position_embeddings == TO
     assert AutoTokenizer.from_pretrained(tmp_path / "target").model_max_length >= TO
     assert json.loads((source / "config.json").read_text())["model_type"] == "llama"
+    # All that was measured is there for coca report, and makes no other model of the folder.
+    results = tmp_path / "target" / "results.json"
+    assert f"Results: {results}" in said
+    (content,) = read_results([tmp_path / "target"])
+    tables = printed_tables(content["results"])
+    assert len(tables) > 2 and all(markdown_table(*each) in card for each in tables)
+    identity = model_fingerprint(tmp_path / "target")
+    results.unlink()
+    assert model_fingerprint(tmp_path / "target") == identity
 
 
 def test_what_is_compared_is_what_the_tasks_measure(source):
