@@ -170,7 +170,7 @@ def picture_of_digits(width: int) -> str:
     Args:
         width: In pixels.
     """
-    rows = list(digits(ROOT / "results/extend/eight.ndjson"))
+    rows = list(digits(ROOT / "results/extend/results.json"))
     far = [row for row in rows if row["far"]]
     percent = {row["method"]: row["percent"] for row in far}
     order = sorted(percent, key=lambda method: percent[method])

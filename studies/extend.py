@@ -1,8 +1,6 @@
-"""What a check of `coca extend` measured, from the file of its values (results/extend)."""
+"""What a check of `coca extend` measured, from its result file (results/extend)."""
 
-import json
 import math
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +8,7 @@ from typing import Any
 from coca_lab.evaluation.choice import Loss, loss_of
 from coca_lab.evaluation.needles import figures
 from coca_lab.evaluation.task import Cell
+from coca_lab.files import read_json
 from coca_lab.intervals import DocumentScore
 
 L, TO = 8192, 12288
@@ -32,18 +31,16 @@ Needles = dict[str, list[Cell]]
 
 
 def values_of_check(path: Path) -> tuple[Perplexity, Needles]:
-    """Of a check: scores of perplexity, and needles in `TO` tokens."""
-    perplexity: Perplexity = defaultdict(list)
-    needles: Needles = defaultdict(list)
-    for line in path.read_text("utf-8").splitlines():
-        entry = json.loads(line)
-        (task, *_), what = entry["key"]
-        if task == "perplexity":
-            place = what[0]["scaled"]["scaling"], what[0]["window"][0]
-            for document, nats, tokens in entry["value"]["documents"]:
-                perplexity[place].append(DocumentScore(str(document), nats, tokens))
-        elif what[1] == TO:
-            needles[what[0]["scaling"]].append({"id": what[2], "needles": entry["value"]})
+    """Of the result file of a check: scores of perplexity, and needles in `TO` tokens."""
+    perplexity: Perplexity = {}
+    needles: Needles = {}
+    for cell in read_json(path)["results"]:
+        method = cell["scaling"]
+        if cell["task"] == "perplexity":
+            scores = [DocumentScore.of(each) for each in cell["documents"]]
+            perplexity[method, cell["window"]] = scores
+        elif cell["length"] == TO:
+            needles[method] = cell["documents"]
     return perplexity, needles
 
 

@@ -14,7 +14,7 @@ import pytest
 from coca_attention.errors import UserError
 from coca_lab.evaluation.needles import figures, scores_of
 from coca_lab.files import read_json
-from coca_lab.intervals import differences, mean_interval, mean_nats, nats_interval
+from coca_lab.intervals import DocumentScore, differences, mean_interval, mean_nats, nats_interval
 from coca_lab.report import printed_tables, read_results
 from studies import extend, native, pages
 from studies.extend import ALONE
@@ -75,9 +75,18 @@ def read_at_the_end(perplexity, method):
 
 
 def test_the_tables_of_the_check_of_three_books_are_of_its_values():
-    folder = ROOT / "results/extend"
-    perplexity, needles = extend.values_of_check(folder / "check.ndjson")
-    for cell in json.loads((folder / "last.json").read_text("utf-8"))["results"]:
+    folder = ROOT / "results/extend/earlier"
+    perplexity, needles = defaultdict(list), defaultdict(list)
+    for line in (folder / "check.ndjson").read_text("utf-8").splitlines():
+        entry = json.loads(line)
+        (task, *_), what = entry["key"]
+        if task == "perplexity":
+            place = what[0]["scaled"]["scaling"], what[0]["window"][0]
+            for document, nats, tokens in entry["value"]["documents"]:
+                perplexity[place].append(DocumentScore(str(document), nats, tokens))
+        elif what[1] == extend.TO:
+            needles[what[0]["scaling"]].append({"id": what[2], "needles": entry["value"]})
+    for cell in read_json(folder / "last.json")["results"]:
         if cell["scaling"] == ALONE:
             needles[ALONE] = cell["documents"]
     names = {
@@ -97,7 +106,9 @@ def test_the_tables_of_the_check_of_three_books_are_of_its_values():
 def test_the_tables_of_the_check_of_eight_books_are_of_its_values():
     """README's, and that of results/extend; with the losses that they name, and the choice."""
     folder = ROOT / "results/extend"
-    perplexity, needles = extend.values_of_check(folder / "eight.ndjson")
+    (content,) = read_results([folder])  # as coca report does
+    assert content["file"] == str(folder / "results.json")
+    perplexity, needles = extend.values_of_check(folder / "results.json")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     questions = (ROOT / "docs/README.md").read_text(encoding="utf-8")
     page = (folder / "README.md").read_text(encoding="utf-8")

@@ -321,7 +321,7 @@ def test_the_picture_of_the_readmes_table_has_its_figures(figures):
     rows = {name: row[1:] for name, row in zip(names, cells, strict=True)}
     assert len(rows) == 7
     shown = {}
-    for row in figures.digits(RESULTS / "extend" / "eight.ndjson"):
+    for row in figures.digits(RESULTS / "extend" / "results.json"):
         assert row["low"] < row["percent"] < row["high"]
         name = row["method"] + " (taken)" * (row["method"] == figures.TAKEN)
         shown.setdefault(name, []).append(f"{row['percent']:.0f} %")
