@@ -1,9 +1,18 @@
-"""Tables of measured cells: the first variant's time, and ratios to it; or megabytes."""
+"""Tables of measured cells: the first variant's time, and ratios to it; or megabytes.
 
+    python -m benchmarks.tables results/cpu/*.json
+
+prints those of files that ``python -m benchmarks`` has written.
+"""
+
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
+
+from coca_lab.files import read_json
 
 Cell = dict[str, Any]
 
@@ -56,3 +65,13 @@ def entry(variant: Cell, first: bool) -> str:
         return f"{variant['median_ms']:,.{digits}f} ms"
     low, high = variant["ratio_quartiles"]
     return f"{variant['ratio']:.2f} × ({low:.2f}–{high:.2f})"
+
+
+def main(paths: Sequence[str]) -> None:
+    """Print the tables of files."""
+    for path in paths:
+        print(path, *tables(read_json(Path(path))["results"]), sep="\n\n", end="\n\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

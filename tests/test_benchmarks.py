@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import cases, compare, gpu_check
 from benchmarks.__main__ import main, measure, parser
+from benchmarks.tables import main as print_tables
 from benchmarks.tables import tables
 from benchmarks.timing import Variant, interleaved
 from coca_attention import ops
@@ -202,6 +203,14 @@ def test_the_command(capsys, tmp_path):
     assert has_matrix == [True, False]
     assert content["results"][0]["sizes"] == {"heads": 2, "kv_heads": 1, "head_width": 8}
     assert content["environment"]["versions"]["torch"] == version("torch")
+
+
+def test_the_tables_of_published_files_have_the_ratios_of_their_page(capsys):
+    print_tables([str(PAGE.with_name("operator.json"))])
+    printed = re.findall(r"(?m)^ *CoCA strict(.*)", capsys.readouterr().out)
+    page = re.findall(r"(?m)^\| strict, forward[^|]*\|(.*)", PAGE.read_text(encoding="utf-8"))
+    for row, said in zip(printed, page, strict=True):
+        assert re.findall(r"[\d.]+(?= ×)", row) == re.findall(r"[\d.]+", said)
 
 
 def test_of_two_versions_the_imported_one_is_named(tmp_path, monkeypatch):
