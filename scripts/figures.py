@@ -19,9 +19,9 @@ import vl_convert
 
 import studies.recall  # noqa: F401 (registers its task and section)
 from coca_lab.files import read_json
-from coca_lab.report.charts import LineChart, Palette
+from coca_lab.report.charts import LineChart, Palette, method_of
 from coca_lab.report.drawing import INKS, NARROW, STYLE, of_theme, specification
-from coca_lab.report.lengths import PASSKEYS, PERPLEXITY
+from coca_lab.report.lengths import PASSKEYS, PERPLEXITY, ends
 from coca_lab.report.page import page_sections, tasks_and_runs
 from coca_lab.report.result_files import parsed
 from studies.extend import digits
@@ -44,15 +44,15 @@ PAGES: dict[str, tuple[dict[str, str], str]] = {
         {LENGTHS: "Perplexity at 1,024 tokens (4 × the training context): roles 22.0, the others "
          "24.6 to 136.5."},
         "roles; PoPE; CoCA-Strict; rotary; rotary, limited distances=limited distances; thin keys; "
-        "thin keys, limited distances=thin keys, limited=ALiBi",
+        "thin keys, limited distances=thin keys, limited",
     ),
     "native": (
         {LENGTHS: "Perplexity at 4,096 tokens (16 × the training context): “GPT-NeoX, decay” "
          "16.4, the others 20.7 to 22.9.",
          KEYS: "Passkeys found at 16,384 tokens (64 × the training context): “Llama × 12, decay” "
          "100%, the others 19% to 98%."},
-        "native=GraniteSWA (native); roles, decay=Llama, decay=rotary; "
-        "roles, decay × 12=Llama × 12, decay=strict; roles, NeoX, decay=GPT-NeoX, decay=slack",
+        "native=GraniteSWA (native); roles, decay=Llama, decay; "
+        "roles, decay × 12=Llama × 12, decay; roles, NeoX, decay=GPT-NeoX, decay",
     ),
     "recall": (
         {"Associative recall, 16 pairs": "Questions answered at 1,024 tokens (16 × the training "
@@ -75,10 +75,8 @@ PAGES: dict[str, tuple[dict[str, str], str]] = {
     ),
 }  # fmt: skip
 """By folder of results: the sections of its report whose charts its page shows with these words,
-and their lines: name=name there=line whose colour it has. Tests compare the words with the figures.
+and their lines: name=name there. Tests compare the words with the figures.
 """
-NOTES = {"long-context": "0.7M parameters; mean and range of three seeds"}
-"""What is written below the titles of a folder's charts."""
 WITHOUT_RANGES = ("native",)
 """Folders whose ranges of seeds lie over each other; the tables have every seed."""
 UNLABELLED = {"native": (512,)}
@@ -91,9 +89,14 @@ HEADINGS = {"color": "var(--text)", "fontSize": 14, "fontWeight": "bold", "offse
 """How titles look."""
 PADDING = {"top": 5, "right": 20, "left": 5, "bottom": 5}
 """Pixels around a picture."""
+ACCENT = f"var(--c{method_of('roles')})"
+"""Blue, which is no method's of the check."""
 TAKEN = "leaky distances"
 """What the check of eight books takes."""
-BOOKS = "SmolLM2-135M (4-bit weights) reading 12,288 tokens of eight books; 95\u00a0% intervals"
+BOOKS = (
+    "SmolLM2-135M (4-bit weights) reading 12,288 tokens of eight books; "
+    "horizontal lines are 95\u00a0% intervals over the books"
+)
 """What the figures of that check are of."""
 Titled = tuple[str, LineChart]
 """A finding, and the chart that shows it."""
@@ -111,21 +114,18 @@ def report_charts(folder: Path, said: dict[str, str], lines: str) -> list[Titled
     sections = page_sections(*tasks_and_runs(parsed(contents)))
     charts = {section.title: section.chart for section in sections}
     shown = {}
-    colours = {}
     for entry in lines.split("; "):
-        line, *words = entry.split("=")
-        shown[line] = words[0] if words else line
-        colours[line] = words[-1] if len(words) > 1 else None
+        line, _, words = entry.partition("=")
+        shown[line] = words or line
 
     def chosen(chart: LineChart) -> LineChart:
         points = chart.points[chart.points["line"].isin(shown)]
         points = points.assign(place=points["line"].map([*shown].index))
         points = points.sort_values(["place", "x"])
         line = points["line"].map(shown)
-        colour = points["line"].map(colours).fillna(line)
         last = points.groupby("line")["x"].transform("max")
         short = last.map(", at {:,}".format).where(last < points["x"].max(), "")
-        points = points.assign(line=line + short, colour=colour, dash="")
+        points = points.assign(line=line + short)
         bars = chart.bars and folder.name not in WITHOUT_RANGES
         ticks = [tick for tick in chart.ticks if tick not in UNLABELLED.get(folder.name, ())]
         return replace(chart, points=points, ticks=ticks, bars=bars)
@@ -139,7 +139,7 @@ def place_of(cell: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(cell.get(name) for name in fields)
 
 
-def picture(parts: Sequence[Titled], width: int, *, above: bool, note: str = "") -> str:
+def picture(parts: Sequence[Titled], width: int, *, above: bool) -> str:
     """Charts as SVG, side by side or one above the other, with colours yet to be set."""
     palette: Palette = {}
     drawn: list[dict[str, Any]] = []
@@ -151,8 +151,10 @@ def picture(parts: Sequence[Titled], width: int, *, above: bool, note: str = "")
             "anchor": "start",
             "frame": "group",  # above the axis, so that headings of charts begin at one place
         }
-        if note:
-            part["title"]["subtitle"] = textwrap.wrap(note, (width - 40) // 8)
+        seeds = chart.points["seeds"]
+        if seeds.max() > 1:
+            note = f"Lines are means of {ends(seeds)} seeds{', bands their range' * chart.bars}"
+            part["title"]["subtitle"] = textwrap.wrap(note, (width - 40) // 7)
         data |= part.pop("datasets")
         config, _ = part.pop("config"), part.pop("padding")
         drawn.append(part)
@@ -174,6 +176,9 @@ def picture_of_digits(width: int) -> str:
     far = [row for row in rows if row["far"]]
     percent = {row["method"]: row["percent"] for row in far}
     order = sorted(percent, key=lambda method: percent[method])
+    places = ("farther back than 8,192 tokens", "up to 8,192 tokens back")
+    for row in rows:
+        row["place"] = places[0] if row["far"] else places[1]
     for row in far:
         row["name"] = textwrap.wrap(row["method"], 18)
         row["note"] = "loses within L" if row["loses"] else "taken" * (row["method"] == TAKEN)
@@ -181,14 +186,17 @@ def picture_of_digits(width: int) -> str:
     bold = alt.expr(f"datum.method == '{TAKEN}' ? 'bold' : 'normal'")
     soft = "var(--soft)"
     label = 140  # pixels of names: 18 letters, and room
-    title = ["probability of a digit", "of a hidden number"]
-    axis = alt.Axis(grid=False, tickCount=5, labelExpr="datum.label + ' %'", labelFlush=False)
-    colours = alt.Scale(domain=[False, True], range=[soft, "var(--c1)"])
+    title = textwrap.wrap("probability of a digit of a hidden number", (width - label) // 8)
+    ticks = [*range(0, 101, 25 if width > NARROW + 20 else 50)]
+    axis = alt.Axis(grid=False, values=ticks, labelExpr="datum.label + '\u00a0%'")
+    across = alt.X("percent:Q", title=title, axis=axis)
+    legend = alt.Legend(orient="top", title=None, offset=24, columns=1)
+    inks = alt.Scale(domain=places, range=[ACCENT, soft])
+    fills = alt.Scale(domain=places, range=[ACCENT, "var(--page)"])
     base = alt.Chart(alt.InlineData(values=rows)).encode(
-        x=alt.X("percent:Q", title=title, axis=axis),
+        x=across.scale(domain=[0, 100]),
         y=alt.Y("method:N", sort=order, axis=None),
     )
-    coloured = base.encode(color=alt.Color("far:N", scale=colours, legend=None))
     one = base.transform_filter("datum.far")
 
     def words(of: alt.Chart, field: str, align: str = "left", **look: Any) -> alt.Chart:
@@ -196,34 +204,37 @@ def picture_of_digits(width: int) -> str:
         text = of.mark_text(align=align, baseline="middle", fontSize=12, lineHeight=15, **look)
         return text.encode(text=f"{field}:N")
 
-    # What the dots are is said where there is room: above one of the last row, and of the second.
-    told = coloured.transform_filter(f"datum.method == (datum.far ? '{order[-1]}' : '{order[1]}')")
-    told = told.transform_calculate(what="datum.far ? 'farther back' : 'up to 8,192 tokens back'")
     guess = base.transform_filter(f"datum.method == '{order[-1]}' && datum.far")
-    guess = guess.transform_calculate(chance="10", what="'a guess'").encode(x="chance:Q")
+    guess = guess.transform_calculate(chance="10", what="'10\u00a0%: a guess'").encode(x="chance:Q")
     names = one.encode(x=alt.value(-label))
     whole = alt.layer(
         one.mark_rule(color="var(--rule)").encode(x=alt.value(0), x2=alt.value("width")),
         guess.mark_rule(strokeDash=[2, 3], color=soft).encode(
-            y=alt.value(0), y2=alt.value("height")
+            y=alt.value(-17), y2=alt.value("height")
         ),
-        words(guess, "what", color=soft, dx=-4).encode(y=alt.value(-9)),
-        coloured.mark_rule(strokeWidth=2, opacity=0.6).encode(x="low:Q", x2="high:Q"),
-        coloured.mark_circle(size=60, opacity=1),
-        words(told, "what", "center", dy=-13),
+        words(guess, "what", color=soft, dx=4).encode(y=alt.value(-11)),
+        base.mark_rule(strokeWidth=2).encode(
+            x="low:Q", x2="high:Q", color=alt.Color("place:N", scale=inks, legend=None)
+        ),
+        base.mark_point(size=80, strokeWidth=2, opacity=1).encode(
+            stroke=alt.Stroke("place:N", scale=inks, legend=legend),
+            fill=alt.Fill("place:N", scale=fills, legend=legend),
+        ),
         words(names, "name", dy=alt.expr("datum.up"), fontWeight=bold, color="var(--text)"),
         words(names, "note", dy=8, color=soft),
     )
+    whole = whole.resolve_scale(color="independent")
     whole = whole.properties(width=width - label - 30, height=36 * len(order))
     made = whole.to_dict(validate=False)
     said = (
-        f"A digit farther back than L = 8,192 tokens: {TAKEN} {percent[TAKEN]:.0f}\u00a0%, "
-        f"the model as it is {percent['as it is']:.0f}\u00a0%"
+        f"Probability of a digit farther back than L = 8,192 tokens: {percent[TAKEN]:.0f}\u00a0% "
+        f"with {TAKEN}, {percent['as it is']:.0f}\u00a0% with the model as it is"
     )
     made["title"] = {"text": textwrap.wrap(said, width // 9), "anchor": "start"}
     made["title"] |= {"frame": "bounds", "subtitle": textwrap.wrap(BOOKS, width // 7)}
     sizes = {"labelFontSize": 12, "titleFontSize": 13}
     made["config"] = STYLE | {"axis": STYLE["axis"] | sizes, "title": HEADINGS}
+    made["config"]["legend"] = {"labelColor": "var(--text)", "labelFontSize": 12, "labelLimit": 0}
     return vl_convert.vegalite_to_svg(made | {"padding": PADDING, "background": "var(--page)"})
 
 
@@ -231,14 +242,14 @@ def main() -> None:
     """Draw the pictures."""
     for name, (said, lines) in PAGES.items():
         folder = ROOT / "results" / name
-        parts, note = report_charts(folder, said, lines), NOTES.get(name, "")
-        svg = picture(parts, WIDE, above=True, note=note)
+        parts = report_charts(folder, said, lines)
+        svg = picture(parts, WIDE, above=True)
         (folder / "chart.svg").write_text(of_theme(svg, "light"), encoding="utf-8")
         print(name, *(f"{title} {chart.words()}" for title, chart in parts), sep="\n  ")
         if name != README:
             continue
         for narrow in (False, True):
-            svg = picture(parts, NARROW + 20 if narrow else WIDE, above=narrow, note=note)
+            svg = picture(parts, NARROW + 20 if narrow else WIDE, above=narrow)
             write_themes(f"long-context-{{}}{'-narrow' * narrow}.svg", svg)
     for narrow in (False, True):
         svg = picture_of_digits(NARROW + 20 if narrow else DIGITS_WIDE)

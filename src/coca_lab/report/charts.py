@@ -7,30 +7,27 @@ from typing import Any
 
 import numpy as np
 
-LOOKS = {"colour": "", "dash": "", "mark": "both"}
-"""How lines are drawn, in columns that points may have, and what holds without them."""
 MOST = 8
 """Lines of a chart, of more than there may be."""
-COLOURS = (  # words in a name, its colour on light pages and on dark ones
-    (("limited", "rerope"), "#0d6f73", "#4cc4c9"),  # also of a model of another method
-    (("roles", "native"), "#0057b8", "#6db3f2"),
-    (("roformer", "rope", "rotary", "base"), "#b0522a", "#e08a66"),
-    (("alibi",), "#86691a", "#d0ae55"),
-    (("strict",), "#2e7d5b", "#6fc5a0"),
-    (("slack",), "#a0527d", "#d893b8"),
-    (("magnitude",), "#6a5a9c", "#b3a6e6"),
-    (("yarn",), "#7a4a12", "#c9925a"),
-    (("self-extend", "leaky"), "#7d3c98", "#c79be0"),
-    (("dynamic", "ntk"), "#5d6b1e", "#b5c240"),
-    (("pope",), "#a33b4a", "#f0909c"),
-    (("thin",), "#4d6b7c", "#9db8c7"),
-    (("linear",), "#8a5a00", "#f0b429"),
-    ((), "#5f5f5f", "#b4b4b4"),
-    ((), "#35618e", "#8fb6dd"),
+COLOURS = (  # words in a name, its colour on light pages and on dark ones; the first words hold
+    (("limited", "rerope"), "#00838a", "#2fbfc4"),  # also of a model of another method
+    (("yarn",), "#96115c", "#ff9ad5"),
+    (("self-extend", "self_extend", "leaky"), "#7a35b8", "#bb8cff"),
+    (("shifted", "string"), "#b04a38", "#ffb3a6"),
+    (("dynamic", "ntk"), "#4a4600", "#ece9a0"),
+    (("roles", "native"), "#0057b8", "#5aa9ff"),
+    (("roformer", "rope", "rotary", "base"), "#c9480d", "#ff8a4c"),
+    (("alibi",), "#8d6e00", "#d0a800"),
+    (("strict",), "#1a7f37", "#7ddc7d"),
+    (("slack",), "#a8527f", "#d883b4"),
+    (("magnitude",), "#43349a", "#b7b0ff"),
+    (("pope",), "#c3223f", "#f2707f"),
+    (("thin",), "#3f5560", "#b4c6d0"),
+    (("linear", "+ pi"), "#6b4a2b", "#cfa27a"),
+    ((), "#80609f", "#cdb4e8"),
+    ((), "#33373d", "#e2e2e2"),
 )
 """A method has one colour in every figure; names without one take those that are free."""
-DASHES = ("1 0", "6 3", "2 3", "9 3 2 3")
-"""Of lines without dashes of their own, by how many names of a page have the same colour."""
 Frame = Any
 """A pandas.DataFrame, whose types leave open what a column, a row or a figure of it is."""
 Palette = dict[str, tuple[int, int]]
@@ -43,9 +40,8 @@ class LineChart:
 
     Attributes:
         points: A row for every point, in the order of the lines: ``line`` (its name), ``x``, ``y``;
-            values that are not finite are left out. Optional are ``low`` and ``high`` (ends of the
-            interval), ``colour`` (a name that has one colour in all charts; by default the line's),
-            ``dash`` (lengths of dashes and gaps, such as "6 3") and ``mark`` ("line" or "both").
+            values that are not finite are left out. Optional are ``low`` and ``high``, the ends of
+            the interval.
         x: Title of the horizontal axis.
         y: Title of the vertical axis.
         ticks: Where to label the horizontal axis, which is logarithmic to base 2.
@@ -64,26 +60,24 @@ class LineChart:
 
     def drawn(self) -> Frame:
         """The finite points, with all columns: of more than `MOST` lines a choice."""
-        every = {"low": np.nan, "high": np.nan, **LOOKS}
-        missing = {name: of for name, of in every.items() if name not in self.points}
-        points = self.points.assign(**missing).fillna(LOOKS)
+        missing = {name: np.nan for name in ("low", "high") if name not in self.points}
+        points = self.points.assign(**missing)
         points = points.astype({"y": float, "low": float, "high": float})
-        points["colour"] = points["colour"].where(points["colour"] != "", points["line"])
         points = points[np.isfinite(points["y"])]
-        lines = points.drop_duplicates("line").set_index("line")["colour"]
-        if len(lines) <= MOST:
+        names = points["line"].unique().tolist()
+        if len(names) <= MOST:
             return points
-        return points[points["line"].isin(self._chosen(points, lines.to_dict()))]
+        return points[points["line"].isin(self._chosen(points, names))]
 
-    def _chosen(self, points: Frame, names: dict[str, str]) -> list[str]:
+    def _chosen(self, points: Frame, names: Sequence[str]) -> list[str]:
         """`MOST` lines: the best at the end, then one of every method, then a second."""
         far = points[points["x"] == points["x"].max()].set_index("line")["y"]
         best = far.idxmax() if self.shares else far.idxmin()
         seen: Counter[int | str] = Counter()
         turns = {}
         for line in [best, *(name for name in names if name != best)]:
-            place = method_of(names[line])
-            method = names[line] if place is None else place
+            place = method_of(line)
+            method = line if place is None else place
             turns[line] = seen[method]
             seen[method] += 1
         return sorted(turns, key=lambda line: turns[line])[:MOST]

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import textwrap
+from collections.abc import Iterable
 from typing import Any
 
 import altair as alt
@@ -15,8 +16,13 @@ import numpy as np
 import vl_convert
 from scipy.optimize import isotonic_regression
 
-from coca_lab.report.charts import COLOURS, DASHES, Frame, LineChart, Palette, method_of
+from coca_lab.report.charts import COLOURS, Frame, LineChart, Palette, method_of
 
+SHADES, DASHES = ("c", "d"), ("1 0", "6 3", "2 3", "9 3 2 3")
+"""In turn, of lines that have the same method: its colour and a deeper one, and their dashes."""
+SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
+SHAPES += ("triangle-left", "triangle-right")
+"""Of the dots of a chart's lines, as many as there may be."""
 LEAST = 0.15
 """A vertical axis spans at least so much to either side of its middle: noise is no trend."""
 FAR = 4
@@ -27,11 +33,14 @@ FONT, LETTER = 12, 0.6
 """Pixels of labels, and of them the width of a letter; titles of axes are one pixel larger."""
 COLUMN, PRINTED, PRINTED_FONT = 3.3, 10, "Helvetica, Arial, sans-serif"
 """Inches of a paper's column, in which 96 pixels are an inch and labels have 7.5 points."""
-LOGARITHMIC = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7))
+LOGARITHMIC = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), (1, 1.5, *range(2, 10)))
 """Digits of the ticks of a logarithmic axis: the first that give three."""
+LONGER = 1.25
+"""So many times a logarithmic axis may be longer than it must, to end with round numbers."""
 GAP = 15
 """Pixels between two labels, and of the thin lines that lead to them."""
-INKS = {  # of the page, the text, softer text, axes and rules
+NAMES = ("page", "text", "soft", "axis", "rule")
+INKS = {
     "light": ("#ffffff", "#24292f", "#57606a", "#888888", "#e4e4e4"),
     "dark": ("#1e2129", "#d7dde5", "#a9b1bb", "#888888", "#3a3f47"),
 }
@@ -64,9 +73,9 @@ def specification(
         font: Size of the labels in pixels.
     """
     points = chart.drawn()
-    lines = points.drop_duplicates("line")
-    looks = {row.line: _look(row.colour, row.dash, palette) for row in lines.itertuples()}
-    domain = _domain(chart, points)
+    looks = {line: _look(line, palette) for line in points["line"].unique()}
+    ticks = _ticks(chart, points)
+    domain = (-0.02, 1.04) if chart.shares else (ticks[0], ticks[-1])
     last = points.sort_values("x", kind="stable").groupby("line", sort=False).tail(1)
     last = last.set_index("line")
     names = {}  # in rows; of what is clipped with the value
@@ -76,48 +85,47 @@ def specification(
     rows = {line: len(name) for line, name in names.items()}
     height = max(height or (300 if width == WIDE else 260), GAP * sum(rows.values()))
     longest = max((len(row) for name in names.values() for row in name), default=0)
-    label = LETTER * font * longest + GAP
+    label = LETTER * font * longest + 2 * GAP
 
-    def by_line(index: int) -> alt.Scale:
-        values = [look[index] for look in looks.values()]
-        return alt.Scale(type="ordinal", domain=[*looks], range=values)
+    def by_line(values: Iterable[Any]) -> alt.Scale:
+        return alt.Scale(type="ordinal", domain=[*looks], range=[*values])
 
     if chart.shares:
         kind = "linear"
         title = chart.y
-        axis = alt.Axis(values=[0, 0.25, 0.5, 0.75, 1], format="%")
+        axis = alt.Axis(values=ticks, format="%")
     else:
         kind = "log"
         title = f"{chart.y}, log scale"
-        axis = alt.Axis(values=round_ticks(*domain), format=",.4~r", labelOverlap=True)
-    limits = [float(f"{end:.6g}") for end in domain]
+        axis = alt.Axis(values=ticks, format=",.4~r", labelOverlap=True)
     across = alt.Axis(values=[*chart.ticks], format=",.9~r", labelOverlap="parity", grid=False)
-    if width < (WIDE + NARROW) / 2:
-        across["tickCount"] = 4
-    colour = alt.Color("line:N", scale=by_line(0), legend=None)
+    colour = alt.Color("line:N", scale=by_line(look for look, _ in looks.values()), legend=None)
+    dashes = by_line(look for _, look in looks.values())
+    shape = alt.Shape("line:N", scale=by_line(SHAPES[: len(looks)]), legend=None)
     base = alt.Chart(alt.InlineData(values=_records(chart, points))).encode(
         x=alt.X("x:Q", title=chart.x, axis=across).scale(type="log", base=2, nice=False),
         y=alt.Y("y:Q", title=title, axis=axis).scale(
-            type=kind, domain=limits, nice=False, zero=False
+            type=kind, domain=domain, nice=False, zero=False
         ),
         color=colour,
-        strokeDash=alt.StrokeDash("line:N", scale=by_line(1), legend=None),
+        strokeDash=alt.StrokeDash("line:N", scale=dashes, legend=None),
     )
     layers: list[Any] = [base.mark_line(clip=True)]
     if chart.bars and points["low"].notna().any():
         areas = base.transform_filter("isValid(datum.low)").encode(y="low:Q", y2="high:Q")
         layers = [areas.mark_area(opacity=0.15, clip=True), *layers]
-    dots = base.transform_filter("datum.mark != 'line'").encode(description="told:N")
-    inside = dots.transform_filter(f"datum.y <= {limits[1]}").mark_circle(size=45, opacity=1)
-    layers.append(inside)
+    dots = base.transform_filter(f"datum.y <= {domain[1]}")
+    dots = dots.encode(description="told:N", shape=shape)
+    layers.append(dots.mark_point(filled=True, size=50, opacity=1))
     if chart.mark is not None and points["x"].min() <= chart.mark[0] <= points["x"].max():
         place, name = chart.mark
         data = alt.Chart(alt.InlineData(values=[{"x": place, "name": name}])).encode(x="x:Q")
-        layers.append(data.mark_rule(color="var(--axis)", strokeDash=[2, 3]))
+        flag = data.mark_rule(color="var(--soft)", strokeDash=[2, 3])
+        layers.append(flag.encode(y=alt.value(-15), y2=alt.value("height")))
         words = data.mark_text(color="var(--soft)", align="left", baseline="bottom", dx=2)
         layers.append(words.encode(y=alt.value(-4), text="name:N", size=alt.value(font)))
-    # The names of the lines beside their ends, down to the labels of the axis, and thin lines that
-    # lead to them from ends at the edge. Heights are in pixels, without a scale.
+    # The names of the lines beside their ends, down to the labels of the axis, behind a dot of the
+    # line, to which thin lines lead from ends at the edge. Heights are in pixels, without a scale.
     low, high = domain
     heights = last["y"]
     if not chart.shares:
@@ -128,7 +136,7 @@ def specification(
     led = (last["x"] == last["x"].max()) & (last["y"] <= domain[1])
     labels = [
         {"line": line, "name": names[line], "led": bool(led[line]), "end": end}
-        | {"place": places[line], "top": places[line] - GAP * (rows[line] - 1) / 2}
+        | {"place": places[line] - GAP * (rows[line] - 1) / 2}
         for line, end in ends.items()
     ]
     edge = alt.value("width")
@@ -139,10 +147,12 @@ def specification(
 
     leads = named.transform_filter("datum.led").mark_rule(strokeWidth=0.7, x2Offset=GAP)
     layers.append(leads.encode(x2=edge, y=at("end"), y2="place"))
+    keys = named.mark_point(filled=True, size=50, opacity=1, xOffset=GAP + 6, aria=False)
+    layers.append(keys.encode(y=at("place"), shape=shape))
     texts = named.mark_text(
-        align="left", baseline="middle", dx=GAP + 2, fontSize=font, lineHeight=GAP
+        align="left", baseline="middle", dx=2 * GAP, fontSize=font, lineHeight=GAP
     )
-    layers.append(texts.encode(y=at("top"), text="name:N"))
+    layers.append(texts.encode(y=at("place"), text="name:N"))
     whole = alt.layer(*layers).properties(width=width - label - 80, height=height)
     sizes = {"labelFontSize": font, "titleFontSize": font + 1}
     made = whole.to_dict(validate=False) | {"config": STYLE | {"axis": STYLE["axis"] | sizes}}
@@ -166,7 +176,7 @@ def static_svg(picture: Specification, prefix: str) -> str:
         # The page describes the chart; marks that have a role but no name are an error to checkers.
         bare = re.sub(r' (role|aria-[a-z]+)="[^"]*"', "", tag[0])
         bare = re.sub(r'(\bid="|href="#|url\(#)([^")]+)', numbered, bare)
-        told = re.match(r'<path aria-label="([^"]*)"[^>]*aria-roledescription="circle"', tag[0])
+        told = re.match(r'<path aria-label="([^"]*)"[^>]*aria-roledescription="point"', tag[0])
         return f"{bare.removesuffix('/>')}><title>{told[1]}</title></path>" if told else bare
 
     return re.sub(r"<[^<>]+>", change, svg)  # tags alone: names may contain anything
@@ -204,32 +214,38 @@ def for_print(chart: LineChart, palette: Palette) -> dict[str, bytes]:
 
 def of_theme(text: str, theme: str) -> str:
     """An SVG or a specification with the colours of one theme in place of their names."""
-    return re.sub(r"var\(--(\w+)\)", lambda found: colours(theme)[found[1]], text)
+    named = colours(theme) | dict(zip(NAMES, INKS[theme], strict=True))
+    return re.sub(r"var\(--(\w+)\)", lambda found: named[found[1]], text)
 
 
 def colours(theme: str) -> dict[str, str]:
-    """The colours of the theme ``light`` or ``dark`` by their names in pictures."""
-    _, light, dark = zip(*COLOURS, strict=True)
-    lines = light if theme == "light" else dark
-    named = {f"c{place}": colour for place, colour in enumerate(lines)}
-    return named | dict(zip(("page", "text", "soft", "axis", "rule"), INKS[theme], strict=True))
+    """The colours of lines on pages of the theme ``light`` or ``dark``, by their names there."""
+    named = {}
+    for place, (_, light, dark) in enumerate(COLOURS):
+        colour = light if theme == "light" else dark
+        inks = ([int(ink[i : i + 2], 16) for i in (1, 3, 5)] for ink in (colour, INKS[theme][1]))
+        deeper = [round((part + text) / 2) for part, text in zip(*inks, strict=True)]
+        named[f"c{place}"] = colour
+        named[f"d{place}"] = f"#{bytes(deeper).hex()}"
+    return named
 
 
-def _look(name: str, dash: str, palette: Palette) -> tuple[str, list[int]]:
+def _look(name: str, palette: Palette) -> tuple[str, list[int]]:
     """The colour and dashes of a line."""
     if name not in palette:
         place, taken = method_of(name), [place for place, _ in palette.values()]
-        if place is None:
+        if place is None or taken.count(place) >= len(SHADES):
             free = (i for i in reversed(range(len(COLOURS))) if i not in taken)
             place = next(free, len(palette) % len(COLOURS))
         palette[name] = place, taken.count(place)
     place, before = palette[name]
-    return f"var(--c{place})", [int(n) for n in (dash or DASHES[before % len(DASHES)]).split()]
+    dash = DASHES[before % len(DASHES)]
+    return f"var(--{SHADES[before % len(SHADES)]}{place})", [int(n) for n in dash.split()]
 
 
 def _records(chart: LineChart, points: Frame) -> list[dict[str, Any]]:
     """The points as JSON values, with what they say on hovering."""
-    rows = points[["line", "x", "y", "low", "high", "mark"]].to_dict("records")
+    rows = points[["line", "x", "y", "low", "high"]].to_dict("records")
     for row in rows:
         row["told"] = f"{row['line']}: {chart.said(row['y'])} at {row['x']:,.10g}"
         if math.isfinite(row["low"]) and math.isfinite(row["high"]):
@@ -239,24 +255,24 @@ def _records(chart: LineChart, points: Frame) -> list[dict[str, Any]]:
     return rows
 
 
-def _domain(chart: LineChart, points: Frame) -> tuple[float, float]:
-    """Ends of the vertical axis, at least `LEAST` to either side of the middle.
+def _ticks(chart: LineChart, points: Frame) -> list[float]:
+    """Ticks of the vertical axis, which spans at least `LEAST` to either side of the middle.
 
     Lines far above all others are not fitted in, so that the others can be told apart.
     """
     if chart.shares:
-        return -0.02, 1.04
+        return [0, 0.25, 0.5, 0.75, 1]
     near = points[~points["line"].isin(_far_above(points))]
     values = near[["y", "low", "high"] if chart.bars else ["y"]].to_numpy(dtype=float)
     values = np.append(values, points["y"].min())
     values = values[np.isfinite(values) & (values > 0)]
     if not values.size:
-        return 0.1, 1.0
+        return [0.1, 1.0]
     low = float(values.min())
     high = float(values.max())
     middle = math.sqrt(low * high)
     reach = max(math.sqrt(high / low) * 1.03, 1 + LEAST)
-    return middle / reach, middle * reach
+    return round_ticks(middle / reach, middle * reach)
 
 
 def _far_above(points: Frame) -> list[str]:
@@ -274,14 +290,27 @@ def _far_above(points: Frame) -> list[str]:
 
 
 def round_ticks(low: float, high: float) -> list[float]:
-    """Ticks of a logarithmic axis; Vega has none where it is shorter than a decade."""
+    """Ticks of a logarithmic axis, which begins and ends with one, little farther out than asked.
+
+    Vega has none where an axis is shorter than a decade.
+    """
     decades = 10.0 ** np.arange(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     rounds = [np.outer(decades, steps).ravel() for steps in LOGARITHMIC]
-    # Where these are too few, multiples of 5, 2 or 1: of them there are at least three.
+    # Where these are too few, multiples of 5, 2 or 1: of them there are at least three. Ends may
+    # have a digit more.
     unit = 10.0 ** math.floor(math.log10((high - low) / 3))
-    rounds += [unit * step * np.arange(1, high / unit + 1) for step in (5, 2, 1)]
-    inside = (ticks[(low <= ticks) & (ticks <= high)].tolist() for ticks in rounds)
-    return next(ticks for ticks in inside if len(ticks) >= 3)
+    for step in unit * np.array([5, 2, 1, 0.5, 0.2, 0.1]):
+        rounds.append(step * np.arange(1, high / step + 1))
+    lows = [ticks[ticks <= low].max(initial=0) for ticks in rounds]
+    highs = [ticks[ticks >= high].min(initial=math.inf) for ticks in rounds]
+    most = (high / low) ** LONGER
+    ends = (end for end in zip(lows, highs, strict=True) if end[1] <= most * end[0])
+    first, last = next(ends, (decades[0], decades[-1]))
+    inside = (ticks[(first <= ticks) & (ticks <= last)] for ticks in rounds)
+    between = next(ticks for ticks in inside if len(ticks) >= 3)
+    room = (last / first) ** (1 / 12)  # what the label of an end takes
+    between = between[(room * first <= between) & (between <= last / room)]
+    return [float(f"{tick:.6g}") for tick in (first, *between, last)]
 
 
 def spread(places: dict[str, float], height: float, rows: dict[str, int]) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """Figures against the length read: points → frame → a chart, a table and a caption.
 
 A frame has a row for every line and length, with the columns of a chart's points: ``line`` (the
-name), ``x`` (tokens), ``y`` (the figure), ``low``, ``high`` and how it is drawn; and ``model``,
-``scaling``, ``kind``, ``size``, ``seeds``, ``cell`` and ``scores``.
+name), ``x`` (tokens), ``y`` (the figure), ``low`` and ``high``; and ``model``, ``scaling``,
+``kind``, ``size``, ``seeds``, ``cell`` and ``scores``.
 """
 
 import math
@@ -19,20 +19,14 @@ from coca_lab.report.charts import MOST, Frame, LineChart
 from coca_lab.report.section import Entry, Section, number, signed
 
 SCALING_NAMES = {
-    "linear": "PI",
+    "none": "",
     "ntk": "NTK",
     "ntk_text": "NTK",
     "dynamic": "dynamic NTK",
+    "linear": "PI",
     "yarn": "YaRN",
 }
-STYLES = {
-    "none": "",
-    "ntk": "6 3",
-    "ntk_text": "6 3",
-    "dynamic": "6 3",
-    "linear": "9 3 2 3",
-    "yarn": "9 3 2 3",
-}
+"""In the order of a page."""
 SHORT = "attend-last"
 """The scaling of cells without any text before the last tokens; they have one window alone."""
 Scores = Sequence[DocumentScore]
@@ -128,16 +122,14 @@ def frame_of(points: Sequence[Point], measure: Measure) -> Frame:
             "y": math.inf if point.y is None else point.y,
             "low": low,
             "high": high,
-            "colour": cell.model,
-            "dash": "2 3" if last else STYLES.get(cell.scaling, "6 3"),
-            "mark": "line" if last else "both",
             "cell": cell,
             "scores": point.scores,
         }
         everywhere = lengths if last and lengths else [point.x]
         rows += [row | {"x": x} for x in everywhere]
     frame: Frame = pd.DataFrame(rows)
-    scalings = [*STYLES, *(each for each in frame["scaling"].unique() if each != SHORT), SHORT]
+    others = (each for each in frame["scaling"].unique() if each != SHORT)
+    scalings = [*SCALING_NAMES, *others, SHORT]
     scaling = frame["scaling"].map(scalings.index)
     model, _ = frame["model"].factorize()
     line, _ = frame["line"].factorize()
@@ -215,7 +207,7 @@ def length_section(frame: Frame, measure: Measure, title: str, caption: str) -> 
             f"two lines apart if they have {1 if measure.ratios else 0}."
         )
     drawn = chart.drawn()["line"].nunique()
-    if drawn == MOST and drawn < len(rows):
+    if len(lengths) > 1 and drawn == MOST and drawn < len(rows):
         caption += f" The chart has {drawn} of {len(rows)} lines."
     return Section(title, chart=chart, header=header, rows=rows, note=caption.strip())
 

@@ -11,7 +11,7 @@ from jinja2 import Environment, StrictUndefined
 from coca_attention.errors import UserError
 from coca_lab.cells import Content
 from coca_lab.files import check_output, write_text
-from coca_lab.report.charts import COLOURS, Palette
+from coca_lab.report.charts import Palette
 from coca_lab.report.groups import models_of, tell_apart, without_copies
 from coca_lab.report.result_files import (
     ResultFile,
@@ -123,7 +123,6 @@ def build_report(contents: Sequence[Content], *, title: str | None = None) -> st
                 picture = drawing.specification(section.chart, palette, width)
                 drawn[name] = drawing.static_svg(picture, f"s{number}{name[0]}")
         shown.append({"section": section, "drawn": drawn})
-    _, light, dark = zip(*COLOURS, strict=True)
     groups = []  # of what is not comparable, with its models and files
     for name, group, called in groups_of(tasks):
         if called:
@@ -139,7 +138,7 @@ def build_report(contents: Sequence[Content], *, title: str | None = None) -> st
     source = files("coca_lab.report").joinpath("page.html.j2").read_text(encoding="utf-8")
     return template.from_string(source).render(
         title=title or measured,
-        palettes={"light": light, "dark": dark},
+        palettes={theme: drawing.colours(theme) for theme in drawing.INKS},
         failures=[each for file in found for each in file.failures.items()],
         groups=groups,
         sections=shown,
@@ -162,5 +161,8 @@ def page_sections(tasks: Tasks, runs: Sequence[TrainingRun]) -> list[Section]:
     for name, group, called in groups_of(tasks):
         for section in REPORTS[name].sections(group):
             title = f"{section.title} ({called})" if called else section.title
-            sections.append(replace(section, title=title))
+            chart = section.chart
+            if chart is not None and chart.points["x"].nunique() < 2:
+                chart = None  # dots above one another, of which the table says more
+            sections.append(replace(section, title=title, chart=chart))
     return sections + training_sections(runs)

@@ -17,9 +17,12 @@ from coca_lab.report import LineChart, build_report
 from coca_lab.report.charts import COLOURS, method_of
 from coca_lab.report.drawing import (
     GAP,
+    INKS,
     LEAST,
+    LONGER,
     NARROW,
     WIDE,
+    colours,
     round_ticks,
     specification,
     spread,
@@ -52,8 +55,8 @@ def test_an_axis_is_wide_enough_that_noise_is_no_trend():
     for lines, middle in (([flat], 81.3), ([flat, points("b", [82.0] * 3)], 81.5)):
         low, high = domain(*lines)
         assert low < middle / 1.149 and high > middle * 1.149
-    low, high = domain(points("a", [10.0, 100.0]))
-    assert low < 10 < 100 < high < 110
+    assert domain(points("a", [10.0, 100.0])) == [9, 150]
+    assert domain(points("a", [18.9, 88.5])) == [15, 100]
 
 
 def test_lines_far_above_the_others_are_clipped_and_say_where_they_end():
@@ -75,15 +78,18 @@ def test_lines_far_above_the_others_are_clipped_and_say_where_they_end():
 
 
 def test_a_logarithmic_axis_has_few_ticks_and_round_ones():
-    """Of 15.5 to 24.2 it had 17.2, 19.3 and 21.6, and of 31 to 97 thirteen."""
+    """Of 15.5 to 24.2 it had 17.2, 19.3 and 21.6, and of 31 to 97 thirteen; it ends with ticks."""
     for low in np.geomspace(0.1, 1000, 200):
         for factor in ((1 + LEAST) ** 2, 1.6, 2.0, 3.0, 10.0, 1000.0):
             ticks = round_ticks(low, factor * low)
-            assert 3 <= len(ticks) <= 8 and low <= ticks[0] < ticks[-1] <= factor * low
+            assert 3 <= len(ticks) <= 8 and ticks == sorted(ticks)
+            assert ticks[0] <= low * (1 + 1e-5) and factor * low <= ticks[-1] * (1 + 1e-5)
+            assert math.log(ticks[-1] / ticks[0]) < (LONGER + 1e-3) * math.log(factor)
             assert ticks == pytest.approx([float(f"{tick:.3g}") for tick in ticks], rel=1e-9)
     made = specification(chart(points("a", [16.0, 24.0])), {})
-    axis = made["layer"][0]["encoding"]["y"]["axis"]
-    assert axis["values"] == [16, 18, 20, 22, 24] and axis["format"] == ",.4~r"
+    along = made["layer"][0]["encoding"]["y"]
+    assert along["axis"]["values"] == [15, 20, 25] and along["axis"]["format"] == ",.4~r"
+    assert along["scale"]["domain"] == [15, 25]
 
 
 def test_a_place_is_marked_among_the_points_alone():
@@ -117,8 +123,8 @@ def test_thin_lines_lead_from_the_ends_of_lines_to_their_names():
     others = [points("base", [20.0, 48.0, 667.0]), points("short", [20.0, 21.0])]
     made = specification(chart(*flat, *others), {})
     low, high = domain(*flat, *others)
-    leads, texts = made["layer"][-2:]
-    assert leads["mark"]["type"] == "rule" and leads["data"] == texts["data"]
+    leads, keys, texts = made["layer"][-3:]
+    assert leads["mark"]["type"] == "rule" and leads["data"] == keys["data"] == texts["data"]
     labels = {each["line"]: each for each in made["datasets"][texts["data"]["name"]]}
     assert [line for line, label in labels.items() if label["led"]] == ["a", "b", "c"]
     for name, y in {"a": 20.0, "b": 20.01, "c": 20.02}.items():
@@ -168,12 +174,37 @@ def test_a_method_has_one_colour_in_every_chart():
     specification(chart(points("Roles, rotary", [1, 2]), points("Native", [1, 2])), palette)
     assert palette["RoFormer"] == (method_of("RoPE"), 0)
     assert palette["Roles, rotary"] == (method_of("roles"), 0)
-    assert palette["Native"] == (method_of("roles"), 1)  # dashed
+    assert palette["Native"] == (method_of("roles"), 1)  # deeper, and dashed
     assert COLOURS[palette["x"][0]][0] == ()
+    # Methods that read farther have theirs, whatever they are of: four lines of RoPE had one.
+    names = ["RoPE", "RoPE + YaRN", "RoPE + NTK (4)", "RoPE + leaky", "RoPE, limited distances"]
+    assert len({method_of(name) for name in names}) == len(names)
 
 
-@pytest.mark.parametrize("place", [1, 2])
-def test_colours_differ_enough_from_the_page_to_be_read(place):
+def test_lines_of_a_chart_are_told_apart_by_their_colours_and_by_their_dots():
+    """Also many of one method; on light and on dark pages, and without colour."""
+    names = [f"Roles, {i}" for i in range(5)] + ["x", "y", "RoPE"]
+    made = specification(chart(*(points(name, [1, 2]) for name in names)), {})
+    looks = [layer["encoding"] for layer in made["layer"] if "shape" in layer["encoding"]]
+    dots, keys = (look["shape"]["scale"]["range"] for look in looks)
+    assert len(set(dots)) == len(names) and keys == dots
+    used = [name[6:-1] for name in looks[0]["color"]["scale"]["range"]]
+    for theme in INKS:
+        assert len({colours(theme)[name] for name in used}) == len(names)
+
+
+def test_a_chart_of_one_length_is_left_out_since_its_table_says_the_same():
+    read = [
+        {"task": "passkey", "model": "a", "length": length, "accuracy": 0.5, "samples": []}
+        for length in (64, 128)
+    ]
+    for cells, drawn in ((read[:1], False), (read, True)):
+        (section,) = page_sections(*tasks_and_runs(parsed([{"results": cells}])))
+        assert section.rows and (section.chart is not None) == drawn
+
+
+@pytest.mark.parametrize("theme", INKS)
+def test_colours_differ_enough_from_the_page_to_be_read(theme):
     """WCAG's contrast of 4.5 for text, as the lines' names are."""
 
     def light(colour):
@@ -181,10 +212,10 @@ def test_colours_differ_enough_from_the_page_to_be_read(place):
         parts = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
         return 0.05 + sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
 
-    page = light(("", "#ffffff", "#16181c")[place])
-    for method in COLOURS:
-        ratio = light(method[place]) / page
-        assert max(ratio, 1 / ratio) >= 4.5, method
+    for page in (INKS[theme][0], "#16181c" if theme == "dark" else "#ffffff"):
+        for name, colour in colours(theme).items():
+            ratio = light(colour) / light(page)
+            assert max(ratio, 1 / ratio) >= 4.5, name
 
 
 def test_pictures_fit_wide_and_narrow_pages_and_say_their_values():
@@ -282,10 +313,9 @@ def test_the_readmes_picture_is_that_of_its_page(figures):
     folder = RESULTS / figures.README
     images = RESULTS.parent / "docs" / "images"
     drawn = figures.report_charts(folder, *figures.PAGES[folder.name])
-    note = figures.NOTES[folder.name]
     for narrow, theme in itertools.product((False, True), figures.INKS):
         width = figures.NARROW + 20 if narrow else figures.WIDE
-        svg = figures.picture(drawn, width, above=narrow, note=note)
+        svg = figures.picture(drawn, width, above=narrow)
         path = images / f"long-context-{theme}{'-narrow' * narrow}.svg"
         assert comparable(path.read_text("utf-8")) == comparable(figures.of_theme(svg, theme))
     readme = (RESULTS.parent / "README.md").read_text("utf-8")

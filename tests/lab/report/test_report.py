@@ -285,13 +285,13 @@ def test_hostile_names_and_titles_of_documents_are_text():
 
 def test_charts_are_files_for_papers(tmp_path):
     """With literal colours on white, as wide as a column, with labels of 7 to 8.3 points there."""
-    file = written(tmp_path, "r.json", [*CELLS, passkey("a", 64, 2)])
+    file = written(tmp_path, "r.json", [*CELLS, passkey("a", 64, 2), passkey("a", 128, 1)])
     write_report([file], tmp_path / "page.html", figures=tmp_path / "figures")
     names = ["1-perplexity-against-the-length-read-at-once", "2-passkeys-found-by-prompt-length"]
     expected = {f"{name}.{ending}" for name in names for ending in ("svg", "pdf", "png")}
     assert {path.name for path in (tmp_path / "figures").iterdir()} == expected
     svg = (tmp_path / "figures" / f"{names[0]}.svg").read_text()
-    assert "var(" not in svg and ">RoFormer</text>" in svg and "#b0522a" in svg
+    assert "var(" not in svg and ">RoFormer</text>" in svg and "#c9480d" in svg
     for name in names:
         svg = (tmp_path / "figures" / f"{name}.svg").read_text()
         assert re.match(r'<svg[^>]* width="3.3000in" height="[\d.]+in"', svg)

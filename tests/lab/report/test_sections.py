@@ -123,11 +123,13 @@ def test_positions_and_copies_are_lines_of_their_own():
     drawn = lines(place["Perplexity, by position, window 8"].chart)
     assert drawn == {"a": {4: pytest.approx(math.exp(2)), 8: math.inf},
                      "b": {n: pytest.approx(math.exp(2)) for n in (2, 4, 6, 8)}}  # fmt: skip
-    copies = shown(repeated(256, 20, 300), repeated(64, 30, 297, "attend-last"))
+    cells = [repeated(64, 20, 300), repeated(256, 20, 300), repeated(64, 30, 297, "attend-last")]
+    copies = shown(*cells)
     far, rest = [section for title, section in copies.items() if "4-grams" in title]
-    assert lines(far.chart)["Roles"] == {256: pytest.approx(math.exp(2))}
+    assert lines(far.chart)["Roles"] == dict.fromkeys((64, 256), pytest.approx(math.exp(2)))
     last = sum(297 + i for i in range(20)) / 1800
-    assert lines(rest.chart)["Roles, last 64 tokens only"] == {256: pytest.approx(math.exp(last))}
+    alone = lines(rest.chart)["Roles, last 64 tokens only"]
+    assert alone == dict.fromkeys((64, 256), pytest.approx(math.exp(last)))
 
 
 def test_rulers_tasks_by_hand():
@@ -185,7 +187,9 @@ def test_paired_figures_by_hand():
     alike = [100 * (3 + i % 4 - 0.1) + (-1) ** i for i in range(20)]
     cells.append(perplexity("d", 64, 36.5, documents=scored(*alike)))
     section = shown(*cells)[BY_LENGTH]
-    assert section.header[-1] == "against b at 64" and not section.chart.bars
+    assert section.header[-1] == "against b at 64" and section.chart is None
+    shorter = perplexity("a", 32, 50.0, documents=cells[0]["documents"])
+    assert not shown(*cells, shorter)[BY_LENGTH].chart.bars
     last = {row[0]: row[-1] for row in section.rows}
     assert last["b"] == "" and text([last["a"]]) == ["1.105 × (1.105 to 1.105)"]
     ratio, interval = str(last["c"]), last["c"].small
