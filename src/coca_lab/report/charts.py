@@ -13,7 +13,7 @@ COLOURS = (  # words in a name, its colour on light pages and on dark ones; the 
     (("limited", "rerope"), "#00838a", "#2fbfc4"),  # also of a model of another method
     (("yarn",), "#96115c", "#ff9ad5"),
     (("self-extend", "self_extend", "leaky"), "#7a35b8", "#bb8cff"),
-    (("shifted", "string"), "#b04a38", "#ffb3a6"),
+    (("shifted", "string"), "#8a2015", "#ffb3a6"),
     (("dynamic", "ntk"), "#4a4600", "#ece9a0"),
     (("roles", "native"), "#0057b8", "#5aa9ff"),
     (("roformer", "rope", "rotary", "base"), "#c9480d", "#ff8a4c"),
@@ -24,7 +24,7 @@ COLOURS = (  # words in a name, its colour on light pages and on dark ones; the 
     (("pope",), "#c3223f", "#f2707f"),
     (("thin",), "#3f5560", "#b4c6d0"),
     (("linear", "+ pi"), "#6b4a2b", "#cfa27a"),
-    ((), "#80609f", "#cdb4e8"),
+    ((), "#6e6e6e", "#9a9a9a"),
     ((), "#33373d", "#e2e2e2"),
 )
 """A method has one colour in every figure; names without one take those that are free."""

@@ -78,9 +78,12 @@ def specification(
     domain = (-0.02, 1.04) if chart.shares else (ticks[0], ticks[-1])
     last = points.sort_values("x", kind="stable").groupby("line", sort=False).tail(1)
     last = last.set_index("line")
+    model = next(iter(looks), "")  # whose name stands once where all lines are of it
+    of_one = all(line.startswith(model) for line in looks)
     names = {}  # in rows; of what is clipped with the value
     for line, y in last["y"].items():
-        name = line if y <= domain[1] else f"{line} ↑ {chart.said(y)}"
+        name = re.sub(rf"^{re.escape(model)}( \+|,) ", "", line) if of_one else line
+        name += "" if y <= domain[1] else f" ↑ {chart.said(y)}"
         names[line] = textwrap.wrap(name, round(0.36 * width / (LETTER * font)))
     rows = {line: len(name) for line, name in names.items()}
     height = max(height or (300 if width == WIDE else 260), GAP * sum(rows.values()))

@@ -159,6 +159,16 @@ def test_a_long_name_is_written_in_rows():
         assert written["a"] == ["a"] and "limit" not in str(made)
 
 
+def test_the_name_of_a_model_stands_once_where_all_lines_are_of_it():
+    """On a phone, seven lines of SmolLM2-135M-Instruct left a third of the chart's width."""
+    lines = ["a-b", "a-b + limited (1.5)", "a-b, last 64 tokens only", "a-b-c"]
+    for others, shown in (([], ["a-b", "limited (1.5)", "last 64 tokens only", "a-b-c"]),
+                          (["c + yarn"], [*lines, "c + yarn"])):  # fmt: skip
+        made = specification(chart(*(points(name, [1, 2]) for name in lines + others)), {})
+        named = made["datasets"][made["layer"][-1]["data"]["name"]]
+        assert [" ".join(each["name"]) for each in named] == shown
+
+
 def test_of_many_lines_the_best_one_and_those_of_every_method_are_drawn():
     models = [points(f"Roles, {i}", [i, abs(i - 5)]) for i in range(9)]
     others = [points(name, [1.0, 2.0]) for name in ("RoFormer", "ALiBi")]
