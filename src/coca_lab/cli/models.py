@@ -209,8 +209,8 @@ def _compare(
     if taken is None and wanted.method != "auto":
         (taken,) = methods
         (read,) = choice.others
-        word = read.word(choice.base, choice.margins)
-        reason = f"{taken.method} was named, so it is written; by the check: {word}."
+        said = read.verdict(choice.base, choice.margins)
+        reason = f"{taken.method} was named, so it is written; by the check: {said}."
     for line in (reason, *choice.warnings):
         print(line)
     tables = printed_tables(found.cells)
@@ -221,6 +221,8 @@ def _compare(
     )
     print(columns)
     print_table(*found.table())
+    for line in found.verdicts:
+        print(line)
     if taken is None:  # there is no card
         print(BRACKETS)
         for table in tables:
@@ -232,7 +234,8 @@ def _compare(
         )
     print("The rule and all tables are in the model card, README.md.")
     shown = [markdown_table(*table) for table in tables]
-    report = [reason, *choice.warnings, columns, markdown_table(*found.table()), RULE, BRACKETS]
+    report = [reason, *choice.warnings, columns, markdown_table(*found.table()), *found.verdicts]
+    report += [RULE, BRACKETS]
     return taken, "\n\n".join([*report, *shown]), cells
 
 

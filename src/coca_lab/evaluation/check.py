@@ -53,11 +53,12 @@ class Check:
         return None if self.choice.taken is None else self.methods[self.choice.taken.method]
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Header and rows: what may be said of every method within L, and what it does beyond.
+        """Header and rows: what is said of every method within L, and what it does beyond.
 
         Perplexity is that of the longest texts. Beside it are the probabilities of digits of the
         numbers in texts that are longer than L, up to L back and farther. Engines in which nothing
-        has run are left out.
+        has run are left out. A terminal of 80 columns has it without a broken line, so `verdicts`
+        say beside it what a method loses.
         """
         rows = []
         for each in (self.choice.base, self.choice.alone, *self.choice.others):
@@ -66,6 +67,8 @@ class Check:
             if each in self.choice.others:
                 name = self.methods[name].method
                 word = each.word(self.choice.base, self.choice.margins)
+            elif each is self.choice.alone:
+                name = "last L alone"
             if each is self.choice.taken:
                 name = f"{name} (taken)"
             probabilities = [
@@ -76,7 +79,17 @@ class Check:
             if each.engines == PACKAGE:
                 engines = "this package"
             rows.append([name, word, f"{perplexity(each.whole):.2f}", *probabilities, engines])
-        return ["method", "within L", "perplexity", "up to L back", "farther", "runs in"], rows
+        return ["method", "within L", "perplexity", "up to L", "farther", "runs in"], rows
+
+    @property
+    def verdicts(self) -> list[str]:
+        """What methods lose within L, or how many documents could tell, where it is not shown."""
+        lines = []
+        for each in self.choice.others:
+            said = each.verdict(self.choice.base, self.choice.margins)
+            if said != "no loss shown":
+                lines.append(f"{self.methods[each.method].method}: {said}")
+        return lines
 
 
 def measurements_of_check(

@@ -26,6 +26,8 @@ RULE = (
 )
 
 
+Word = Literal["no loss shown", "loses", "cannot tell"]
+"""What documents say about a loss within L, as docs/conversion.md defines it."""
 GUESS = math.log(10)
 """Nats of a digit that is guessed."""
 MOST_DOCUMENTS = 100_000
@@ -37,14 +39,14 @@ class Loss:
     """What documents say about a loss.
 
     Attributes:
-        word: What may be said.
+        word: What they say.
         mean: Nats per token or digit that are lost.
         interval: Its 95 % interval; None with fewer than two documents.
         documents: How many there are.
         needed: About how many could tell; None where that is not known.
     """
 
-    word: Literal["no loss shown", "loses", "cannot tell"]
+    word: Word
     mean: float
     interval: tuple[float, float] | None
     documents: int
@@ -53,10 +55,9 @@ class Loss:
     def __str__(self) -> str:
         if self.word != "cannot tell":
             return self.word
-        if self.needed:
-            return f"cannot tell, needs about {self.needed:,} documents"
         plural = "" if self.documents == 1 else "s"
-        return f"cannot tell with {self.documents} document{plural}"
+        needed = f", about {self.needed:,} are needed" if self.needed else ""
+        return f"cannot tell with {self.documents} document{plural}{needed}"
 
 
 def loss_of(scores: Sequence[DocumentScore], base: Sequence[DocumentScore], margin: float) -> Loss:
@@ -111,30 +112,35 @@ class Read:
     exact: bool = False
 
     def losses(self, base: "Read", margins: Margins) -> dict[str, Loss]:
-        """What is lost within L, by what is measured and its length."""
+        """What documents say about losses within L, by how much of what is lost where."""
         found = {}
+        if self.exact:
+            return found
         for length, scores in sorted(self.perplexity.items()):
             if length <= self.length:
                 margin = math.log1p(margins.perplexity)
                 loss = loss_of(scores, base.perplexity[length], margin)
-                found[f"perplexity at {length:,}"] = loss
+                found[f"{math.expm1(loss.mean):.1%} of perplexity at {length:,}"] = loss
         for length, scores in self.near.items():
             loss = loss_of(scores, base.near[length], margins.needles)
-            found[f"needles at {length:,}"] = loss
+            found[f"{loss.mean:.2f} nats a digit of needles at {length:,}"] = loss
         return found
 
-    def word(self, base: "Read", margins: Margins) -> str:
-        """What may be said of it within L, the worst first."""
-        if self.exact:
-            return "no loss shown"
+    def word(self, base: "Read", margins: Margins) -> Word:
+        """The worst that is said of a loss within L."""
+        words = {loss.word for loss in self.losses(base, margins).values()}
+        return next((word for word in ("loses", "cannot tell") if word in words), "no loss shown")
+
+    def verdict(self, base: "Read", margins: Margins) -> str:
+        """The same, with what is lost, or how many documents could tell."""
+        word = self.word(base, margins)
         losses = self.losses(base, margins)
-        lost = [name for name, loss in losses.items() if loss.word == "loses"]
-        if lost:
-            return f"loses {', '.join(lost)}"
-        open_ones = [loss for loss in losses.values() if loss.word == "cannot tell"]
-        if open_ones:
-            return str(max(open_ones, key=lambda loss: loss.needed or math.inf))
-        return "no loss shown"
+        found = {lost: loss for lost, loss in losses.items() if loss.word == word}
+        if word == "loses":
+            return f"loses {', '.join(found)}"
+        if word == "cannot tell":
+            return str(max(found.values(), key=lambda loss: loss.needed or math.inf))
+        return word
 
     @property
     def whole(self) -> list[DocumentScore]:
@@ -255,8 +261,7 @@ class Choice:
         best = self.best
         taken = self.taken
         if best is None:
-            words = "; ".join(f"{x.method}: {x.word(self.base, self.margins)}" for x in self.others)
-            return f"No method shows that it loses nothing within L, so none is taken ({words})."
+            return 'Of no method is "no loss shown" within L, so none is taken.'
         if taken is None:
             return (
                 "No method that shows no loss within L finds the numbers beyond L, so none is "

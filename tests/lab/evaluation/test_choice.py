@@ -34,7 +34,7 @@ def test_the_words_are_those_of_the_interval():
     )
     wide = loss_of(scores([3.2, 3.0, 3.1, 2.9]), base, 0.01)
     assert wide.word == "cannot tell" and wide.needed > 100
-    assert str(wide) == f"cannot tell, needs about {wide.needed:,} documents"
+    assert str(wide) == f"cannot tell with 4 documents, about {wide.needed:,} are needed"
     assert str(loss_of(base[:1], base[:1], 0.01)) == "cannot tell with 1 document"
 
 
@@ -134,15 +134,17 @@ def test_the_best_beyond_is_taken_among_those_that_show_no_loss():
     )
     # With a loss it is not.
     losing = read("shifted", [0.6, 0.7, 0.5], within=0.05)
-    assert losing.word(base, Margins()) == "loses perplexity at 4,096"
+    assert losing.verdict(base, Margins()) == "loses 5.1% of perplexity at 4,096"
     assert choice_of(base, yarn, losing).taken is yarn
     # In short texts, too.
-    words = read("shifted", [0.6, 0.7, 0.5], within=0.05, short=0.04).word(base, Margins())
-    assert words == "loses perplexity at 512, perplexity at 4,096"
+    both = read("shifted", [0.6, 0.7, 0.5], within=0.05, short=0.04)
+    said = both.verdict(base, Margins())
+    assert said == "loses 4.1% of perplexity at 512, 5.1% of perplexity at 4,096"
     losing = read("shifted", [0.6, 0.7, 0.5], short=0.04)
-    assert losing.word(base, Margins()) == "loses perplexity at 512"
+    assert losing.word(base, Margins()) == "loses"
     none = choice_of(base, losing)
-    assert none.taken is None and "none is taken (shifted: loses" in none.reason
+    assert none.taken is None
+    assert none.reason == 'Of no method is "no loss shown" within L, so none is taken.'
 
 
 def test_methods_that_the_documents_do_not_part_are_decided_by_engines():

@@ -17,7 +17,7 @@ from coca_lab.data.ruler import NEEDLE, draw_distinct
 from coca_lab.engine import Engine
 from coca_lab.evaluation import MethodSettings, choice, evaluate, needles, open_model
 from coca_lab.evaluation.check import check_of_cells, measurements_of_check
-from coca_lab.evaluation.choice import Read
+from coca_lab.evaluation.choice import Loss, Read
 from coca_lab.evaluation.needles import NEEDLES_TASK
 from coca_lab.evaluation.task import finish
 from coca_lab.fingerprints import model_fingerprint
@@ -88,7 +88,7 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, find
     table, _, _ = card[card.index("| method | within L") :].partition("\n\n")
     rows = [[x.strip() for x in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
     names = [row[0].removesuffix(" (taken)") for row in rows]
-    assert sorted(names) == sorted(["as it is", "last 160 tokens alone", *METHODS])
+    assert sorted(names) == sorted(["as it is", "last L alone", *METHODS])
     (taken,) = [name for name, row in zip(names, rows, strict=True) if "(taken)" in row[0]]
     words = {name: row[1] for name, row in zip(names, rows, strict=True)}
     assert words["as it is"] == ""
@@ -108,6 +108,15 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, find
         ("within L", True),
     ):
         assert text in card and (text.strip("| ") in said) == shown
+    # In a terminal of 80 columns every row of it is one line, and what it leaves out is below it.
+    lines = said.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("method "))
+    printed = lines[start : start + len(rows) + 1]
+    assert all(len(line) <= 80 for line in printed)
+    assert [re.split("  +", line.strip())[0] for line in printed[1:]] == [row[0] for row in rows]
+    unclear = [name for name, word in words.items() if word in ("loses", "cannot tell")]
+    below = lines[start + len(printed) : start + len(printed) + len(unclear)]
+    assert unclear and [line.partition(":")[0] for line in below] == unclear
     assert f", {taken}, for texts of {TO} tokens; runs in Tr" in said
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
     assert model.config.max_position_embeddings == TO
@@ -179,10 +188,12 @@ def test_an_interrupted_check_goes_on_and_its_values_are_kept(
 
 
 def test_without_a_method_that_shows_no_loss_none_is_taken(source, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(Read, "word", lambda *_: "loses perplexity at 160")
+    lost = {"2.0% of perplexity at 160": Loss("loses", 0.02, (0.01, 0.03), documents=1)}
+    monkeypatch.setattr(Read, "losses", lambda *_: lost)
     code, said, err = run(capsys, *extend(source, tmp_path / "target", "--check-documents", 1))
     assert code == 2 and "no method is taken, so nothing is written" in err
-    assert "none is taken (limited: loses" in " ".join(said.split())
+    assert 'Of no method is "no loss shown" within L, so none is taken.' in said
+    assert "\nlimited: loses 2.0% of perplexity at 160\n" in said
     assert "behind a method is T / L" in said and not (tmp_path / "target").exists()
 
 
@@ -192,7 +203,10 @@ def test_a_method_that_is_named_is_written_whatever_the_check_says(source, tmp_p
     reason = "yarn was named, so it is written; by the check: cannot tell with 1 document."
     card = (tmp_path / "target" / "README.md").read_text()
     assert code == 0 and reason in said and reason in card and ", yarn, for texts of" in said
-    assert "| yarn | cannot tell with 1 document |" in card
+    assert "| yarn | cannot tell |" in card
+    assert (
+        "\n\nyarn: cannot tell with 1 document\n\n" in card and "\nyarn: cannot tell with" in said
+    )
     assert card.index("behind a method is T / L") < card.index("YaRN (1.875)")
 
 
