@@ -16,10 +16,11 @@ from coca_lab.intervals import DocumentScore, differences, mean_nats, nats_inter
 from coca_lab.settings.commands import Margins
 
 RULE = (
-    "Within L, the training length, a method shows no loss if the 95 % interval of its loss ends "
-    "below the margin at every length, in perplexity and in needles, which are numbers hidden in "
-    "the text. It loses if an interval lies above 0. Otherwise there are too few documents to "
-    "tell. Beyond L, the methods that show no loss are compared by the probability that they give "
+    "Within L, the training length, a method has no loss shown if the 95 % interval of its loss "
+    "ends below the margin at every length, in perplexity and in needles, which are numbers hidden "
+    "in the text. It loses if an interval lies above 0, and does not end below the margin. "
+    "Otherwise the documents cannot tell. "
+    "Beyond L, the methods that show no loss are compared by the probability that they give "
     "to the digits of the needles. If the documents show no difference between the best and "
     "others, the one of them that most engines run without this package is taken; none where "
     "no method finds them."
