@@ -148,7 +148,9 @@ class Job:
 
     def tell(self, label: str = "") -> None:
         """Say how far it is, and what has just ended."""
-        line = f"{self.ended:,} of {len(self.items):,} items"
+        # Not that of the items, some of which cost a hundred times as much as others.
+        share = self.done / max(self.total, 1)
+        line = f"{share:.0%} of the tokens"
         self.progress(f"{line}, {label}" if label else line, self.done, self.total)
 
     @property

@@ -84,12 +84,17 @@ def test_items_are_computed_once_and_progress_never_goes_back(tmp_path):
         batch = Item([{"square": n} for n in (1, 2, 5)], work, [1, 2, 5], 30)
         assert engine.run([*items, batch]) == [0, 1, 4, 1, 4, 25]
         assert engine.run([items[0], items[0]]) == [0, 0]
-    assert asked == [[0], [1], [2], [5]]  # of a batch, what is missing
+        # One of two items may be a hundredth of the work.
+        short = items_of(work, [10], cost=10)
+        long = items_of(work, [11], cost=990)
+        engine.run(short + long)
+    assert asked == [[0], [1], [2], [5], [10], [11]]  # of a batch, what is missing
     assert [(done, total) for _, done, total in seen[:6]] == [
         (0, 30), (10, 30), (20, 30), (30, 30), (30, 60), (60, 60),
     ]  # fmt: skip
-    assert seen[6:] == [("1 of 1 items", 10, 10)]  # one item, though named twice
-    assert seen[3][0] == "3 of 3 items, item 2"
+    assert seen[6] == ("100% of the tokens", 10, 10)  # one item, though named twice
+    assert seen[1][0] == "33% of the tokens, item 0"
+    assert seen[-2][0] == "1% of the tokens, item 10"
 
 
 def test_a_failure_is_named_once_the_rest_is_done():

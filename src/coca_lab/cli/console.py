@@ -17,13 +17,15 @@ MINUTE = 60.0
 
 
 class ProgressBar:
-    """A progress bar, used as a function of (label, done, total); in a file a line a minute."""
+    """A progress bar, used as a function of (label, done, total); in a file a line a minute.
+
+    The label says how much is done, and of what.
+    """
 
     def __enter__(self) -> Callable[[str, int, int], None]:
         self.bar = progress.Progress(
             progress.TextColumn("{task.description}"),
             progress.BarColumn(),
-            progress.TextColumn("{task.completed:,}/{task.total:,}"),
             progress.TimeRemainingColumn(),
             console=Console(stderr=True),
             transient=True,
@@ -54,7 +56,7 @@ class ProgressBar:
             self.said = now
             self.label = label
             more = f", {timedelta(seconds=left)} left" if left else ""
-            log.info("%s: %.0f %%%s", label, self.task.percentage, more)
+            log.info("%s%s", label, more)
 
     def __exit__(self, *_: object) -> None:
         self.bar.live.stop()  # the bar's own method prints an empty line into files

@@ -108,7 +108,8 @@ def _measure_cell(
     for start in range(0, len(names), size):
         named = names[start : start + size]
         keys = [[scaled, length, _hash([texts[name]])] for name in named]
-        items.append(Item(keys, read, named, length * len(named), label=label))
+        cost = sum(len(texts[name].ids) for name in named)
+        items.append(Item(keys, read, named, cost, label=label))
 
     def cells(readings: list[list[Cell]]) -> list[Cell]:
         documents = [

@@ -210,9 +210,10 @@ class _Run:
             cost * (1 if each in finished else self.shares.get(each, 0))
             for each, cost in costs.items()
         )
-        line = f"{len(finished):,} of {len(self.trials):,} models finished"
+        percent = int(100 * done / sum(costs.values()))
+        line = f"{percent}% of the work, {len(finished):,} of {len(self.trials):,} models finished"
         line += f", {label}: {text}" if text else ""
-        self.progress(line, int(100 * done / sum(costs.values())), 100)
+        self.progress(line, percent, 100)
 
     def _write(self) -> None:
         """Write ``results.json`` with what is finished."""

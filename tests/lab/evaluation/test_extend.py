@@ -140,6 +140,9 @@ def test_what_is_compared_is_what_the_tasks_measure(source):
     )
     yarn = MethodSettings("yarn", TO / 160)
     measurements = measurements_of_check(model, [yarn], settings, length=160, to=TO)
+    items = [item for each in measurements for item in each.items]
+    # Progress counts tokens, of which a reading of the last L alone has fewer.
+    assert {item.cost for item in items if item.label.endswith(f"needles {TO}")} == {160, TO}
     cells = finish(measurements, Engine())
     found = check_of_cells(model, [yarn], settings, cells, length=160)
     (read,) = found.choice.others

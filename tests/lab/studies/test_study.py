@@ -122,7 +122,8 @@ def test_a_study_shows_how_far_the_trainings_of_its_processes_are(small, tmp_pat
     for done in range(20, 31):
         steps.on_step_end(None, TrainerState(global_step=done, max_steps=40), None)
     shown._look()
-    assert said == [("0 of 2 models finished, some: step 30 of 40", 28, 100)]
+    line = "28% of the work, 0 of 2 models finished, some: step 30 of 40"
+    assert said == [(line, 28, 100)]
     steps.on_train_end(None, None, None)
     shown._look()
     assert len(said) == 1 and not list(tmp_path.glob("logs/*"))
@@ -132,7 +133,7 @@ def test_models_are_trained_and_evaluated_once(small, finished, tmp_path, made):
     first, trained, seen = finished
     assert trained == ["none", "some"]
     assert any("evaluated" in line for line, *_ in seen)
-    assert seen[-1] == ("2 of 2 models finished", 100, 100)
+    assert seen[-1] == ("100% of the work, 2 of 2 models finished", 100, 100)
     assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)
     # A copy elsewhere, with a second seed.
     out = shutil.copytree(first, tmp_path / "out")
