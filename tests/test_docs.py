@@ -79,7 +79,7 @@ def parses(words: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Parsed):
         patch.setattr("coca_lab.cli.load", stop)
         # What pages speak of is not here.
-        patch.setattr("coca_lab.cli.parsing.check_paths", lambda command, values: None)
+        patch.setattr("coca_lab.cli.parsing.check_values", lambda command, values: None)
         assert not main([STAND_INS.get(word, word) for word in words]), words
 
 

@@ -1,15 +1,18 @@
-"""The environment of a measurement: versions, hardware and command."""
+"""The environment of a measurement: versions, hardware and command; and which devices it has."""
 
 import os
 import platform
 import shlex
 import sys
+import textwrap
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from coca_attention.errors import UserError
 
 REPORTED = ("coca-attention", "torch", "transformers", "tokenizers", "accelerate", "numpy")
 
@@ -29,6 +32,25 @@ def describe_environment() -> dict[str, Any]:
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "command": command_line(),
     }
+
+
+def usable_device(name: str) -> torch.device:
+    """The device of a name; UserError if there is none, or nothing can be put on it."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    there = "cpu" if accelerator is None else f"cpu and {accelerator.type}"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:  # which lists twenty of them
+        raise UserError(
+            f"`device` {name!r} is no device of torch: here there is {there}"
+        ) from error
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        why = textwrap.shorten(str(error), 300, placeholder=" …")
+        raise UserError(
+            f"`device` {name!r} cannot be used here ({why}): here there is {there}"
+        ) from error
 
 
 def available_cores() -> int:

@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 from coca_attention.errors import UserError
 from coca_attention.models.conversion import name_separate_head
 from coca_attention.models.fused import use_fused_attention
+from coca_lab.environment import usable_device
 from coca_lab.files import Place, check_model_folder, find_model
 from coca_lab.weights import (
     MODELOPT,
@@ -120,24 +121,6 @@ def load_model(
     count = sum(parameter.numel() for parameter in model.parameters())
     log.info("%s: %s, %s parameters on %s", path, type(model).__name__, f"{count:,}", device)
     return model
-
-
-def usable_device(name: str) -> torch.device:
-    """The device of a name; UserError if there is none, or nothing can be put on it."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    there = "cpu" if accelerator is None else f"cpu and {accelerator.type}"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:  # which lists twenty of them
-        raise UserError(
-            f"`device` {name!r} is no device of torch: here there is {there}"
-        ) from error
-    try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(
-            f"`device` {name!r} cannot be used here ({_brief(error)}): here there is {there}"
-        ) from error
 
 
 def model_without_weights(

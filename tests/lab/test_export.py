@@ -194,6 +194,7 @@ def rotated_in_part():
     [
         (lambda: vanilla("Llama"), [], "a plain LlamaForCausalLM needs no export: engines"),
         (lambda: converted(), [], "local and global layers"),
+        (roles, ["--context", "4"], "--context must be at least the training length"),
         (lambda: converted(Roles("lg")), [], "a temperature"),
         (lambda: converted(Roles("lg", temperature=False, decay=1.0)), [], "a decay"),
         (lambda: converted(Roles("lg"), "strict"), [], "strict attention in local layers"),
@@ -209,9 +210,13 @@ def rotated_in_part():
         (lambda: cohere(layer_types=["full_attention"] * 3), ["--gguf"], "no layer with a window"),
     ],
 )
-def test_what_would_change_the_function_is_refused(model, options, reason, tmp_path, capsys):
-    if options:
+def test_what_would_change_the_function_is_refused(
+    model, options, reason, tmp_path, capsys, monkeypatch
+):
+    """Before the weights are read."""
+    if "--gguf" in options:
         pytest.importorskip("gguf")
+    monkeypatch.setattr(coca_lab.export, "load_model", None)
     source = saved(model(), tmp_path / "model")
     assert main(["export", str(source), str(tmp_path / "native"), *options]) == 2
     assert reason in capsys.readouterr().err and not (tmp_path / "native").exists()

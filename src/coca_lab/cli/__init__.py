@@ -131,7 +131,7 @@ def _run(words: list[str]) -> None:
 
         import_extensions()
     # They import pydantic, of the extra.
-    from coca_lab.cli.parsing import as_typed_in, check_paths, parse
+    from coca_lab.cli.parsing import as_typed_in, check_values, parse
     from coca_lab.settings.evaluations import TASK_OPTIONS
 
     full_name = name
@@ -151,7 +151,8 @@ def _run(words: list[str]) -> None:
     show_messages(full_name, words)
     try:
         values = parse(full_name, summary, words)
-        check_paths(full_name, values)
+        with ends_at_once("nothing was done"):
+            check_values(full_name, values)
         load(name)(*arguments, *values)
     except UserError as error:
         raise type(error)(as_typed_in(full_name, str(error), words)) from error

@@ -28,7 +28,7 @@ from coca_lab.export import export_native
 from coca_lab.files import cache_folder, write_json
 from coca_lab.fingerprints import fingerprint
 from coca_lab.folders import convert_folder, extend_folder, new_folder
-from coca_lab.loading import model_without_weights, usable_device
+from coca_lab.loading import model_without_weights
 from coca_lab.report.task_sections import printed_tables
 from coca_lab.settings.commands import (
     CheckSettings,
@@ -78,14 +78,6 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
     holders = ", ".join(each.name for each in METHODS.values() if "near" in each.options)
     if wanted.near and wanted.method != "auto" and "near" not in METHODS[wanted.method].options:
         raise UserError(f"method {wanted.method} has no --near, which is for {holders}")
-    if wanted.options and wanted.method == "auto":
-        raise UserError("--options are those of one method: name it by --method")
-    if wanted.near and wanted.method == "auto" and not check.check:
-        raise UserError(f"--near is for some methods: name one by --method ({holders})")
-    if not check.check and check != CheckSettings():
-        raise UserError(
-            "what is measured, and on what, is said beside --check TEXT, which is missing"
-        )
     model = model_without_weights(path)
     config = model.config
     length, to = extended_lengths(config, wanted.to, wanted.length, METHODS.get(wanted.method))
@@ -177,8 +169,6 @@ def _compare(
     if not methods:
         each = "; ".join(f"{method}: {why}" for method, why in refused.items())
         raise UserError(f"no method can extend {path}: {each}")
-    if check.device not in (None, "auto"):
-        usable_device(check.device)
     model = open_model(path, dtype=wanted.dtype, device=check.device)
     # Before anything is printed or the store is opened, the text is read, which may be refused.
     measurements = measurements_of_check(

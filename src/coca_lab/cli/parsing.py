@@ -141,21 +141,20 @@ def parse(name: str, summary: str, words: list[str]) -> list[Any]:
         return [*_parse_file(parser, FILES[name], words)]
     given = read_options(parser, words)
     if name == "convert" and not {"form", "from_original"} & vars(given).keys():
-        from coca_attention.ops import FORMS  # imports torch
-
         raise UserError(
-            f"`form` is missing: one of {', '.join(FORMS)}, or with --roles.layers rope; to extend "
-            "a model's context without training use coca extend MODEL TARGET"
+            "`form` is missing, such as strict (coca convert -h says which there are); to extend a "
+            "model's context without training use coca extend MODEL TARGET"
         )
     options = _options(name)
     positionals = [given.get(each.rstrip("?+")) for each in options.positionals]
     return [*positionals, *(build(each, given) for each in options.settings)]
 
 
-def check_paths(command: str, values: list[Any]) -> None:
-    """Raise UserError for paths that a command would refuse after seconds of importing torch.
+def check_values(command: str, values: list[Any]) -> None:
+    """Raise UserError for what a command would refuse after seconds of importing Transformers.
 
-    ``values`` are those of `parse`.
+    These are paths, devices, and options that are not for each other. ``values`` are those of
+    `parse`.
     """
     from coca_lab.files import check_may_be_model, check_model_folder, check_new  # the Hub's client
     from coca_lab.source_files import source_files  # imports pyarrow
@@ -180,6 +179,27 @@ def check_paths(command: str, values: list[Any]) -> None:
             check_model_folder(path)
         elif name == "target" and not Path.cwd().is_relative_to(Path(path).resolve()):
             check_new(Path(path).resolve())
+    if command == "extend":
+        _, _, extend, check = values
+        check_extension(extend, check)
+    for each in values:
+        device = getattr(each, "device", None)
+        if device not in (None, "auto"):
+            from coca_lab.environment import usable_device  # imports torch
+
+            usable_device(device)
+
+
+def check_extension(wanted: ExtendSettings, check: CheckSettings) -> None:
+    """Raise UserError for options of ``coca extend`` without the one that they need."""
+    if wanted.options and wanted.method == "auto":
+        raise UserError("`options` are those of one method: name it by --method")
+    if wanted.near and wanted.method == "auto" and not check.check:
+        raise UserError("`near` is for some methods: name one by --method")
+    if not check.check and check != CheckSettings():
+        raise UserError(
+            "what is measured, and on what, is said beside --check TEXT, which is missing"
+        )
 
 
 def command_parser(name: str, summary: str, short: bool = False) -> ArgumentParser:

@@ -7,7 +7,7 @@ from transformers.utils.import_utils import is_serve_available
 import coca_attention.models  # noqa: F401 (registers the models)
 from coca_attention.errors import UserError, install
 from coca_lab.cli import ends_at_once
-from coca_lab.loading import check_can_be_served, usable_device
+from coca_lab.loading import check_can_be_served
 from coca_lab.settings.commands import ServeSettings
 
 
@@ -18,8 +18,6 @@ def serve_command(path: str, settings: ServeSettings) -> None:
     from transformers.cli.serve import Serve  # needs the optional packages
 
     check_address(settings.host, settings.port)
-    if settings.device != "auto":
-        usable_device(settings.device)
     check_can_be_served(path)  # where the server would show a traceback, or answer nonsense
     try:
         # uvicorn shuts down at Ctrl-C and raises the signal again.

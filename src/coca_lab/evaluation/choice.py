@@ -130,7 +130,9 @@ class Read:
     def word(self, base: "Read", margins: Margins) -> Word:
         """The worst that is said of a loss within L."""
         words = {loss.word for loss in self.losses(base, margins).values()}
-        return next((word for word in ("loses", "cannot tell") if word in words), "no loss shown")
+        if "loses" in words:
+            return "loses"
+        return "cannot tell" if "cannot tell" in words else "no loss shown"
 
     def verdict(self, base: "Read", margins: Margins) -> str:
         """The same, with what is lost, or how many documents could tell."""

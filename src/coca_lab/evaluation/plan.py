@@ -7,7 +7,7 @@ from typing import Any
 
 from coca_attention.errors import UserError, error_prefix
 from coca_lab.engine import Engine
-from coca_lab.environment import describe_environment
+from coca_lab.environment import describe_environment, usable_device
 from coca_lab.evaluation import TASKS
 from coca_lab.evaluation.endpoint import Endpoint
 from coca_lab.evaluation.task import (
@@ -22,7 +22,6 @@ from coca_lab.evaluation.task import (
 )
 from coca_lab.files import keep_other_results, write_json
 from coca_lab.fingerprints import fingerprint
-from coca_lab.loading import usable_device
 from coca_lab.settings.studies import Plan
 
 Texts = dict[str, dict[str, Any]]

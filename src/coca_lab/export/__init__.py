@@ -43,7 +43,7 @@ from coca_lab.export.gguf_file import (
 )
 from coca_lab.export.llama_cpp import log_probabilities, serve
 from coca_lab.folders import new_folder, served_by_vllm, write_card, writing_model
-from coca_lab.loading import load_model, no_progress_bars
+from coca_lab.loading import load_model, model_without_weights, no_progress_bars
 
 Native = GraniteSWAForCausalLM | Cohere2ForCausalLM
 NO_SINK = -1e4
@@ -162,12 +162,18 @@ def export_native(
     target = new_folder(source, target)
     if gguf:
         check_tokenizer(source)
+    # What is refused is refused before its weights are read.
+    with torch.device("meta"):
+        planned = as_native(model_without_weights(source))
+    if gguf:
+        check_settings(planned.config)
+    if context is not None:
+        fold_context(planned, context)
     model = load_model(source, dtype=dtype, device="cpu")
     native = as_native(model)
     config: Any = native.config
     length: int = config.max_position_embeddings
     if gguf:
-        check_settings(config)
         end_tokens(native.generation_config, source)
     if context is not None:
         for each in {id(x): x for x in (model, native)}.values():  # often one and the same

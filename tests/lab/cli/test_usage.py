@@ -94,6 +94,8 @@ def test_a_wrong_path_waits_for_no_large_import(tmp_path):
         "expected hf:NAME, hf:": [["train", "native-1m", "--validation.source", "hf:"]],
         "nope: no such study": [["study", "nope"]],
         "nope: no such recipe": [["train", "nope"]],
+        "name one by --method": [["extend", model, "x", "--near", "8"]],
+        "--form is missing": [["convert", model, "x"]],
     }  # fmt: skip
     words = [each for several in wrong.values() for each in several]
     program = f"""
@@ -111,6 +113,23 @@ print([name for name in ("torch", "transformers") if name in sys.modules])
     assert shown.stdout == f"{[2] * len(words)}\n[]\n", shown.stderr
     for message, several in wrong.items():
         assert shown.stderr.count(message) == len(several), shown.stderr
+
+
+def test_a_device_that_is_not_there_is_refused_before_transformers_is_imported(tmp_path):
+    (tmp_path / "config.json").touch()
+    here = str(tmp_path)
+    words = [
+        ["eval", "passkey", here], ["extend", here, "x", "--check", "stdlib"], ["serve", here],
+        ["generate", here, "a"],
+    ]  # fmt: skip
+    program = f"""
+import sys
+from coca_lab.cli import main
+print([main([*words, "--device", "nosuch"]) for words in {words}], "transformers" in sys.modules)
+"""
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert shown.stdout == "[2, 2, 2, 2] False\n", shown.stderr
+    assert shown.stderr.count("--device 'nosuch' is no device of torch") == 4
 
 
 def test_without_the_extra_one_line_says_what_to_install():

@@ -357,7 +357,9 @@ def test_limits_of_distances_are_of_a_named_method(source, tmp_path, capsys):
     ("words", "message"),
     [
         (["--near", 8, "--method", "yarn"], "yarn has no --near, which is for limited, self_"),
-        (["--near", 8], "name one by --method (limited, self_extend, shifted, string)"),
+        (["--near", 8], "error: --near is for some methods: name one by --method"),
+        (["--options", "{first: 9}"], "--options are those of one method: name it by --method"),
+        (["--check-numbers", 3], "is said beside --check TEXT, which is missing"),
         (["--to", 100], "error: --to, the tokens to read, must be a whole number of at least 161"),
         (["--to", 100], "is 160 (max_position_embeddings; --length sets another)"),
         (["--method", "rope"], "--method: expected one of 'auto', 'limited'"),
@@ -435,7 +437,7 @@ def test_an_extended_model_is_refused_before_anything_is_said(source, tmp_path, 
 
 def test_convert_asks_for_a_form_and_names_extend(source, tmp_path, capsys):
     code, _, err = run(capsys, "convert", source, tmp_path / "target")
-    assert code == 2 and "--form is missing: one of slack" in err and "coca extend" in err
+    assert code == 2 and "--form is missing, such as strict" in err and "coca extend" in err
     code, said, err = run(capsys, "convert", source, tmp_path / "target", "--form", "rope")
     assert code == 0 and "the same as before up to 160 tokens" in said
     assert "coca convert --form rope is deprecated: use coca extend" in err
