@@ -10,7 +10,7 @@ from coca_attention.errors import UserError, error_prefix
 from coca_lab.data import load_tokenizer
 from coca_lab.data.chat import chat_text
 from coca_lab.generation import FiniteScores
-from coca_lab.loading import guard_vocabulary, load_model
+from coca_lab.loading import guard_vocabulary, load_model, model_without_weights
 from coca_lab.settings.commands import GenerateSettings
 
 
@@ -22,17 +22,19 @@ def generate_command(path: str, prompt: str, settings: GenerateSettings) -> None
         prompt = sys.stdin.read().removeprefix("\ufeff").removesuffix("\n")
     if any("\ud800" <= letter <= "\udfff" for letter in prompt):
         raise UserError("the prompt is not valid UTF-8 text")
-    model: Any = load_model(path, dtype=settings.dtype, device=settings.device)
+    # What is refused is refused before the weights are read.
+    settings.parameters(model_without_weights(path), 1)
     tokenizer: Any = load_tokenizer(path)
-    guard_vocabulary(model, tokenizer)
     if settings.chat:
         with error_prefix(f"{path}: "):
             prompt = chat_text(tokenizer, prompt, settings.thinking)
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not settings.chat)
-    inputs = inputs.to(model.device)
     before = inputs["input_ids"].shape[-1]
     if before == 0:
         raise UserError("the prompt has no tokens; give some text to continue")
+    model: Any = load_model(path, dtype=settings.dtype, device=settings.device)
+    guard_vocabulary(model, tokenizer)
+    inputs = inputs.to(model.device)
     names = ("temperature", "top_p", "top_k")
     options: dict[str, Any] = {n: value for n in names if (value := getattr(settings, n))}
     streams = settings.stream or sys.stdout.isatty()

@@ -36,6 +36,16 @@ def test_generate_continues_the_prompt_with_the_likeliest_tokens_or_draws(capsys
         assert code == 2 and message in err
 
 
+def test_what_cannot_be_generated_is_refused_before_weights_are_read(capsys, words, monkeypatch):
+    monkeypatch.setattr("coca_lab.cli.generate.load_model", None)
+    for wrong, message in (
+        (["--method", "temperature"], "a temperature is for layers without positions"),
+        (["--chat"], "chat template"),
+    ):
+        code, said, err = run(capsys, *words, *wrong)
+        assert code == 2 and said == "" and message in err
+
+
 def test_generate_streams_to_a_terminal_or_when_asked(capsys, words, monkeypatch):
     writes = []
 
