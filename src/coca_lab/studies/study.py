@@ -1,5 +1,6 @@
 """What a study is: models, sizes, seeds and tasks, from one YAML file, and their trials."""
 
+import logging
 import math
 import os
 from collections import deque
@@ -19,6 +20,8 @@ from coca_lab.settings.studies import Options, StudySettings
 from coca_lab.store import Store
 from coca_lab.studies.trial import LOGS, Trial
 from coca_lab.training import Recipe, load_recipe
+
+log = logging.getLogger(__name__)
 
 RESULTS_FILE, STORE_FILE = "results.json", "values.sqlite"
 REPORT_FILE, TOKENIZERS = "report.html", "tokenizers"
@@ -191,13 +194,38 @@ def load_study(name: str | Path, words: Sequence[str] = ()) -> Study:
     if taken:
         raise UserError(f"a task cannot be named {', '.join(taken)}, as a field of studies")
     sections = {task.name: task.settings for task in TASKS.values()}
-    study = read_settings(Study, name, rest, kind="study", program="coca study", sections=sections)
-    seeds = {"seeds" for word in rest if word.partition("=")[0] == "--seeds"}
+    study = read_settings(
+        Study, name, rest, kind="study", program="coca study", sections=sections, check=False
+    )
+    typed = {word.partition("=")[0] for word in rest}
+    if "--models" in typed and "--methods" not in typed:
+        _leave_out_methods(study)
+    with error_prefix(f"{name}: "):
+        study.check()
+    seeds = {"seeds"} if "--seeds" in typed else set[str]()
     for each in (*study.models.values(), *study.sizes.values()):
         for option in (seeds | options.keys()) & each.keys():
             del each[option]
     study.options |= options
     return study
+
+
+def _leave_out_methods(study: Study) -> None:
+    """Leave models that the study does not have out of its methods, and methods of no other."""
+    left_out = []
+    kept = []
+    for method in study.methods:
+        named = method.models
+        if named is None:
+            kept.append(method)
+            continue
+        there = [model for model in named if model in study.models]
+        left_out += [f"{method.name} of {model}" for model in named if model not in there]
+        if there:
+            kept.append(replace(method, models=there))
+    study.methods = kept
+    if left_out:
+        log.info("left out, because `models` does not have them: %s", ", ".join(left_out))
 
 
 def _recipe_words(words: Sequence[str]) -> tuple[Options, list[str]]:

@@ -339,6 +339,26 @@ def test_unfit_studies_are_refused(small, fields, message, tmp_path):
     assert "\n" not in str(caught.value)
 
 
+def test_methods_of_models_that_are_not_chosen_are_left_out(small, tmp_path, caplog):
+    caplog.set_level("INFO", logger="coca_lab")
+    both = {"method": "ntk", "factor": 2, "models": ["none", "some"]}
+    path = edited(small, tmp_path, methods=[*STUDY["methods"], both])
+    assert len(load_study(path).methods) == 3 and not caplog.messages
+    study = load_study(path, ["--models={none: {}}"])
+    found = [(each.method, each.models) for each in study.methods]
+    assert found == [("none", None), ("ntk", ["none"])]
+    said = "left out, because `models` does not have them: linear of some, ntk of some"
+    assert caplog.messages == [said]
+    # Nothing is left for a model, or the methods were chosen, too: a name may be wrong.
+    path = edited(small, tmp_path, methods=STUDY["methods"][1:])
+    for words, message in (
+        ([], "no method applies to none: add"),
+        (["--methods=[{method: ntk, models: [some]}]"], "names models that the study does not"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_study(path, ["--models={none: {}}", *words])
+
+
 def test_the_projects_files_are_found_by_name(capsys, tmp_path, monkeypatch):
     studies = {
         "quickstart", "paper-50m", "paper-125m", "paper-350m", "long-context", "scaling", "books",
