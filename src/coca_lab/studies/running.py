@@ -168,7 +168,7 @@ class _Run:
         def measured(line: str, done: int, total: int) -> None:
             share = done / max(total, 1)
             before = 0 if trial.is_ready else TRAINING
-            self._tell(trial.label, f"evaluated {100 * share:.0f} %", before + (1 - before) * share)
+            self._tell(trial.label, f"evaluated {share:.0%}", before + (1 - before) * share)
 
         return Job(items, then, measured)
 
