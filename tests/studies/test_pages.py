@@ -12,10 +12,14 @@ from pathlib import Path
 import pytest
 
 from coca_attention.errors import UserError
+from coca_lab.evaluation.check import check_of_cells
 from coca_lab.evaluation.needles import figures, scores_of
+from coca_lab.evaluation.task import Model
 from coca_lab.files import read_json
 from coca_lab.intervals import DocumentScore, differences, mean_interval, mean_nats, nats_interval
 from coca_lab.report import printed_tables, read_results
+from coca_lab.settings.commands import CheckSettings
+from coca_lab.settings.studies import MethodSettings
 from studies import extend, native, pages
 from studies.extend import ALONE
 from studies.pages import BEGIN, END, write_tables
@@ -136,6 +140,11 @@ def test_the_tables_of_the_check_of_eight_books_are_of_its_values():
         if words == {"no loss shown"}:
             beyond[method] = nats[1]
     assert min(beyond, key=beyond.get) == "leaky"
+    compared = [MethodSettings(name) for name in ("limited", "ntk", "yarn", "leaky", "shifted")]
+    settings = CheckSettings(check="books.jsonl")
+    model = Model(None, None)
+    found = check_of_cells(model, compared, settings, content["results"], length=extend.L)
+    assert found.choice.reason == content["decision"] and f"“{content['decision']}”" in page
 
 
 def test_what_pages_say_of_needles_in_eight_books_is_in_their_file():

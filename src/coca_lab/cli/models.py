@@ -23,7 +23,7 @@ from coca_lab.engine import Engine
 from coca_lab.environment import describe_environment
 from coca_lab.evaluation.check import check_of_cells, engines_of, measurements_of_check
 from coca_lab.evaluation.choice import RULE, in_words
-from coca_lab.evaluation.task import Cell, finish, free_weights, open_model
+from coca_lab.evaluation.task import finish, free_weights, open_model
 from coca_lab.export import export_native
 from coca_lab.files import cache_folder, write_json
 from coca_lab.fingerprints import fingerprint
@@ -82,9 +82,9 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
     config = model.config
     length, to = extended_lengths(config, wanted.to, wanted.length, METHODS.get(wanted.method))
     report = ""
-    cells = list[Cell]()
+    measured = dict[str, Any]()
     if check.check:
-        chosen, report, cells = _compare(path, model, wanted, check, length, to)
+        chosen, report, measured = _compare(path, model, wanted, check, length, to)
     else:
         method = wanted.method
         if method == "auto":
@@ -103,9 +103,9 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
         report=report,
         **chosen.options,
     )
-    if cells:  # for coca report
+    if measured:  # for coca report
         results = Path(target) / "results.json"
-        write_json(results, {"results": cells, "environment": describe_environment()})
+        write_json(results, {**measured, "environment": describe_environment()})
         print(f"Results: {results}")
     engines = in_words(engines_of(chosen.method, quantised_by(path, config)))
     print(
@@ -151,8 +151,8 @@ def _compare(
     check: CheckSettings,
     length: int,
     to: int,
-) -> tuple[MethodSettings, str, list[Cell]]:
-    """Measure the methods that are possible: the one to take, why as Markdown, and all cells."""
+) -> tuple[MethodSettings, str, dict[str, Any]]:
+    """Measure the methods that are possible: the one to take, why as Markdown, and in a file."""
     methods = list[MethodSettings]()
     refused = dict[str, str]()
     tried: list[MethodName] = [each.name for each in METHODS.values() if each.compared]
@@ -226,7 +226,7 @@ def _compare(
     shown = [markdown_table(*table) for table in tables]
     report = [reason, *choice.warnings, columns, markdown_table(*found.table()), *found.verdicts]
     report += [RULE, BRACKETS]
-    return taken, "\n\n".join([*report, *shown]), cells
+    return taken, "\n\n".join([*report, *shown]), {"decision": reason, "results": cells}
 
 
 def export_command(path: str, target: str, wanted: ExportSettings) -> None:

@@ -29,6 +29,8 @@ SCALING_NAMES = {
 """In the order of a page."""
 SHORT = "attend-last"
 """The scaling of cells without any text before the last tokens; they have one window alone."""
+ALONE = "last "
+"""So begins the scaling of needles in the last tokens alone."""
 Scores = Sequence[DocumentScore]
 
 
@@ -65,6 +67,7 @@ class Measure:
         shares: Whether they are shares, of which the largest is best; otherwise the lowest is.
         ratios: Whether figures are compared by their ratio, as perplexities are, and not by their
             difference; the mean of seeds is then the geometric one.
+        digits: Whether they are nats a digit, beside which tables have the digit's probability.
     """
 
     title: str
@@ -73,6 +76,7 @@ class Measure:
     form: Callable[[float], str] = "{:.0%}".format
     shares: bool = False
     ratios: bool = False
+    digits: bool = False
 
 
 PERPLEXITY = Measure(
@@ -90,7 +94,11 @@ PASSKEYS = Measure(
 )
 RULER = Measure("RULER", "RULER score", x="tokens of prompt and answer", shares=True)
 NEEDLES = Measure(
-    "Needles by log probability", "nats a digit", x="tokens of the text", form="{:.2f}".format
+    "Needles by log probability",
+    "nats a digit",
+    x="tokens of the text",
+    form="{:.2f}".format,
+    digits=True,
 )
 
 
@@ -99,7 +107,9 @@ def line_label(cell: Figure, x: int) -> str:
     if cell.scaling == "none":
         return cell.model
     if cell.scaling == SHORT:
-        return f"{cell.model}, last {x} tokens only"
+        return f"{cell.model}, the last {x:,} tokens alone"
+    if cell.scaling.startswith(ALONE):
+        return f"{cell.model}, the {cell.scaling}"
     factor = f" ({cell.factor:g})" if cell.factor else ""
     return f"{cell.model} + {SCALING_NAMES.get(cell.scaling, cell.scaling)}{factor}"
 
@@ -186,7 +196,8 @@ def length_section(frame: Frame, measure: Measure, title: str, caption: str) -> 
         # Beside paired differences, intervals over documents say less of which line is lower.
         bars=paired is None,
     )
-    header: list[str | Entry] = [f"{measure.name} at"]
+    beside = " (probability)" if measure.digits else ""
+    header: list[str | Entry] = [f"{measure.name}{beside} at"]
     for length in lengths:
         multiple = ""
         if trained and length >= trained:
@@ -203,8 +214,8 @@ def length_section(frame: Frame, measure: Measure, title: str, caption: str) -> 
         header.append(name)
         rows = [[*row, by_line.get(str(row[0]), "–")] for row in rows]
         caption += (
-            " Last column: over the same documents, with paired 95 % intervals, which cannot tell "
-            f"two lines apart if they have {1 if measure.ratios else 0}."
+            " Last column: over the same documents, with paired 95 % intervals; those that have "
+            f"{1 if measure.ratios else 0} show no difference."
         )
     drawn = chart.drawn()["line"].nunique()
     if len(lengths) > 1 and drawn == MOST and drawn < len(rows):
@@ -224,7 +235,8 @@ def _entries(frame: Frame, measure: Measure) -> dict[tuple[str, int], Entry]:
         if not math.isnan(row.low):
             interval = f"{measure.form(row.low)} to {measure.form(row.high)}"
         bold = shown == best[row.x] and shown != worst[row.x]
-        entries[row.line, row.x] = Entry(shown, interval, bold)
+        beside = f" ({math.exp(-row.y):.0%})" if measure.digits else ""
+        entries[row.line, row.x] = Entry(f"{shown}{beside}", interval, bold)
     return entries
 
 
@@ -252,20 +264,29 @@ def _paired_column(frame: Frame, measure: Measure) -> tuple[str, dict[str, str |
 
 
 def paired_difference(mine: Scores, theirs: Scores, ratios: bool) -> str | Entry:
-    """How much worse the first is on the same documents, and whether the interval allows none."""
+    """How much worse the first is on the same documents, and whether the interval allows none.
+
+    What differs by less than is written, as by rounding, is the same.
+    """
     between = differences(mine, theirs)
     interval = nats_interval(between)
     mean = mean_nats(between)
     if interval is None or not math.isfinite(mean):
         return "–"
     low, high = interval
-    unclear = ", cannot tell" if low <= 0 <= high else ""
-    if not ratios:
-        interval = f"{signed(low, '.3f')} to {signed(high, '.3f')}"
-        return Entry(f"{signed(mean, '.3f')}{unclear}", interval)
-    ratio, least, most = np.exp(np.clip([mean, low, high], -700, 700))
-    form = ".3f" if most < 100 else ".4g"
-    return Entry(f"{ratio:{form}} ×{unclear}", f"{least:{form}} to {most:{form}}")
+    if ratios:
+        ratio, least, most = np.exp(np.clip([mean, low, high], -700, 700))
+        form = ".3f" if most < 100 else ".4g"
+        shown = f"{ratio:{form}} ×"
+        first = f"{least:{form}}"
+        last = f"{most:{form}}"
+    else:
+        shown = signed(mean, "z.3f")
+        first = signed(low, "z.3f")
+        last = signed(high, "z.3f")
+    if low <= 0 <= high:
+        shown = "the same" if first == last else f"{shown}, no difference shown"
+    return Entry(shown, f"{first} to {last}")
 
 
 def trained_length(frame: Frame) -> int | None:

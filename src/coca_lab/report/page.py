@@ -138,6 +138,7 @@ def build_report(contents: Sequence[Content], *, title: str | None = None) -> st
     source = files("coca_lab.report").joinpath("page.html.j2").read_text(encoding="utf-8")
     return template.from_string(source).render(
         title=title or measured,
+        decisions=[file.decision for file in found if file.decision],
         palettes={theme: drawing.colours(theme) for theme in drawing.INKS},
         failures=[each for file in found for each in file.failures.items()],
         groups=groups,

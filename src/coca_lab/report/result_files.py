@@ -79,10 +79,12 @@ class StudyRecord(Record):
 class ResultFile(Record):
     """A result file as a whole; its cells are looked at by their tasks.
 
-    ``failures`` says of a study's models that have no results why.
+    ``decision`` says which method a check took, and why; ``failures``, of a study's models that
+    have no results, why.
     """
 
     file: str = ""
+    decision: str = ""
     failures: dict[str, str] = {}
     results: list[Content] = []
     training: list[TrainingRun] = []

@@ -126,6 +126,7 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, find
     results = tmp_path / "target" / "results.json"
     assert f"Results: {results}" in said
     (content,) = read_results([tmp_path / "target"])
+    assert content["decision"] == decision
     tables = printed_tables(content["results"])
     assert len(tables) > 2 and all(markdown_table(*each) in card for each in tables)
     identity = model_fingerprint(tmp_path / "target")

@@ -161,8 +161,8 @@ def test_a_long_name_is_written_in_rows():
 
 def test_the_name_of_a_model_stands_once_where_all_lines_are_of_it():
     """On a phone, seven lines of SmolLM2-135M-Instruct left a third of the chart's width."""
-    lines = ["a-b", "a-b + limited (1.5)", "a-b, last 64 tokens only", "a-b-c"]
-    for others, shown in (([], ["a-b", "limited (1.5)", "last 64 tokens only", "a-b-c"]),
+    lines = ["a-b", "a-b + limited (1.5)", "a-b, the last 64 tokens alone", "a-b-c"]
+    for others, shown in (([], ["a-b", "limited (1.5)", "the last 64 tokens alone", "a-b-c"]),
                           (["c + yarn"], [*lines, "c + yarn"])):  # fmt: skip
         made = specification(chart(*(points(name, [1, 2]) for name in lines + others)), {})
         named = made["datasets"][made["layer"][-1]["data"]["name"]]

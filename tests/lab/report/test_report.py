@@ -5,6 +5,8 @@ import random
 import re
 import shutil
 import subprocess
+from html import escape
+from pathlib import Path
 
 import pytest
 from result_cells import (
@@ -27,6 +29,8 @@ from coca_lab.report.task_sections import by_task
 from coca_lab.studies import load_study, run_study
 from covering import mostly_slow
 from runs import OPTIONS
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +61,7 @@ def test_a_chart_is_there_for_wide_and_narrow_pages_in_the_colours_of_the_page(h
     assert html.count('class="wide"') == html.count('class="narrow"') == 1
     assert html.count('class="marks"') == 2
     assert "<title>RoFormer + NTK (4): 60 at 128 (54 to 66)</title>" in html
-    assert "RoFormer, last 64 tokens only: 41 at 64 to 41 at 128" in html
+    assert "RoFormer, the last 64 tokens alone: 41 at 64 to 41 at 128" in html
     # Colours are set by the page, which is light or dark.
     assert not re.search(r'(stroke|fill)="#[0-9a-f]{6}"', html)
     defined = set(re.findall(r"(--\w+):", html))
@@ -66,25 +70,36 @@ def test_a_chart_is_there_for_wide_and_narrow_pages_in_the_colours_of_the_page(h
 
 
 WIDER = """<script>onload = () => {
-  const tables = [...document.querySelectorAll(".scroll")];
+  const tables = [...frames[0].document.querySelectorAll(".scroll")];
   document.title = tables.map((table) => table.scrollWidth > table.clientWidth);
 }</script>"""
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Debian's chromium")
-def test_a_table_of_eight_lengths_fits_a_page_of_1200_pixels(tmp_path, undrawn):
-    """Its last column was cut in a page with empty margins."""
+def test_tables_fit_their_page_by_wrapping(tmp_path, undrawn):
+    """The last column, which compares, was cut: in pages with empty margins, and on phones."""
     lengths = [2**i for i in range(6, 14)]
     names = ["A model with a name of 34 letters.", "b"]
     scores = [perplexity(name, n, 40.0 + i) for i, name in enumerate(names) for n in lengths]
-    html = build_report([{"results": scores, "training": [TRAINING]}])
-    (tmp_path / "page.html").write_text(html + WIDER)
-    for width, wider in ((1200, "false"), (700, "true")):
+    eight = [{"results": scores, "training": [TRAINING]}]
+    quickstart, extend = (
+        read_results([ROOT / "results" / name]) for name in ("quickstart", "extend")
+    )
+    for contents, width, wider in (
+        (eight, 1200, ["false", "false"]),
+        (eight, 400, ["true", "true"]),
+        (quickstart, 1000, ["false", "false"]),
+        (extend, 400, ["false"] * 5),
+    ):
+        # In a frame, since Chromium's own windows have at least 500 pixels.
+        page = escape(build_report(contents))
+        frame = f'<iframe srcdoc="{page}" style="width: {width}px; border: 0"></iframe>'
+        (tmp_path / "page.html").write_text(WIDER + frame)
         options = ["--headless", "--no-sandbox", f"--user-data-dir={tmp_path}/profile"]
-        options += [f"--window-size={width},900", "--dump-dom"]
+        options += ["--window-size=1300,900", "--dump-dom"]
         command = ["chromium", *options, (tmp_path / "page.html").as_uri()]
         page = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
-        assert re.findall("<title>(.*?)</title>", page)[0] == f"{wider},false"
+        assert re.findall("<title>(.*?)</title>", page)[0].split(",") == wider, width
 
 
 def test_a_table_that_is_wider_than_its_page_says_so_at_any_width(html):
@@ -100,8 +115,8 @@ def test_a_table_that_is_wider_than_its_page_says_so_at_any_width(html):
 
 def test_figures_tables_and_settings_are_there(page):
     for expected in (
-        "A & B", "RoFormer + NTK (4)", "RoFormer, last 64 tokens only", "54.00", "48.60 to 59.40",
-        "training context", "12,345", "A <processor>", "coca study quickstart",
+        "A & B", "RoFormer + NTK (4)", "RoFormer, the last 64 tokens alone", "54.00",
+        "48.60 to 59.40", "training context", "12,345", "A <processor>", "coca study quickstart",
         "perplexity (lower is better)", "Recipe of RoFormer", "learning_rate: 0.003",
     ):  # fmt: skip
         assert expected in page.text, expected
@@ -111,6 +126,9 @@ def test_headings_name_what_was_measured(undrawn):
     page = build_report([{"results": [*CELLS, passkey("a", 64, 2)], "training": [TRAINING]}])
     title = "Perplexity against context length · Passkey retrieval"
     assert f"<h1>{title}</h1>" in page and f"<title>{title}</title>" in page
+    decision = "leaky is taken: beyond L < 1.26"
+    page = build_report([{"results": CELLS, "decision": decision}])
+    assert re.search(r"</h1>\s*<p>leaky is taken: beyond L &lt; 1.26</p>", page)
     study = [{"results": CELLS, "study": {"title": "Four sizes"}}, {"results": CELLS}]
     assert "<h1>Four sizes</h1>" in build_report([study[0], *paper_figures()])
     assert "<h1>Perplexity against context length</h1>" in build_report(study[1:])

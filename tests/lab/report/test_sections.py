@@ -128,7 +128,7 @@ def test_positions_and_copies_are_lines_of_their_own():
     far, rest = [section for title, section in copies.items() if "4-grams" in title]
     assert lines(far.chart)["Roles"] == dict.fromkeys((64, 256), pytest.approx(math.exp(2)))
     last = sum(297 + i for i in range(20)) / 1800
-    alone = lines(rest.chart)["Roles, last 64 tokens only"]
+    alone = lines(rest.chart)["Roles, the last 64 tokens alone"]
     assert alone == dict.fromkeys((64, 256), pytest.approx(math.exp(last)))
 
 
@@ -186,6 +186,8 @@ def test_paired_figures_by_hand():
     cells = [paired("a", 0.0), paired("b", -0.1), paired("c", 0.0, spread=0.1)]
     alike = [100 * (3 + i % 4 - 0.1) + (-1) ** i for i in range(20)]
     cells.append(perplexity("d", 64, 36.5, documents=scored(*alike)))
+    rounded = [100 * (3 + i % 4 - 0.1) + (-1) ** i * 1e-4 for i in range(20)]
+    cells.append(perplexity("e", 64, 36.6, documents=scored(*rounded)))
     section = shown(*cells)[BY_LENGTH]
     assert section.header[-1] == "against b at 64" and section.chart is None
     shorter = perplexity("a", 32, 50.0, documents=cells[0]["documents"])
@@ -196,7 +198,9 @@ def test_paired_figures_by_hand():
     assert ratio == f"{math.exp(0.1 + 0.1 * 190 / 2000):.3f} ×"
     low, high = map(float, interval.split(" to "))
     assert 1.1 < low < float(ratio[:-2]) < high < 1.13
-    assert str(last["d"]) == "1.000 ×, cannot tell" and "apart if they have 1." in section.note
+    assert str(last["d"]) == "1.000 ×, no difference shown"
+    assert section.note.endswith("those that have 1 show no difference.")
+    assert text([last["e"]]) == ["the same (1.000 to 1.000)"]
     # What is read of other documents, or by several seeds, is not paired.
     assert len(shown(*cells[:1])[BY_LENGTH].header) == 2
     assert len(shown(*SEEDS)[BY_LENGTH].header) == 3
@@ -216,8 +220,18 @@ def test_needles_are_compared_by_differences_of_nats_by_hand():
     near, found = shown(cell("a", [1.0, 1.0, 1.0]), cell("b", [0.5, 0.6, 0.4])).values()
     (a, b) = near.rows
     assert near.note.startswith("Small: 95 % intervals over documents (3, fewer than 10: rough).")
-    assert str(a[1]) == "2.00" and str(a[2]) == "+0.500" and b[2] == ""
+    assert near.header[0] == "nats a digit (probability) at"
+    # exp(-2.00) and exp(-1.50)
+    assert [str(a[1]), str(b[1])] == ["2.00 (14%)", "1.50 (22%)"]
+    assert str(a[2]) == "+0.500" and b[2] == ""
     assert found.rows == [["a", "", "0 of 3"], ["b", "", "3 of 3"]]
+    # Against the best of b, rounding below and above 0 is the same.
+    same = cell("c", [0.5 + 1e-5, 0.6 - 1e-5, 0.4])
+    alone = cell("a", [1.0, 1.0, 1.0]) | {"scaling": "last 8,192 tokens alone"}
+    (near, _) = shown(cell("b", [0.5, 0.6, 0.4]), same, alone).values()
+    (b, c, a) = near.rows
+    assert (b[2], text(c[2:])) == ("", ["the same (+0.000 to +0.000)"])
+    assert a[0] == "a, the last 8,192 tokens alone"
 
 
 def test_all_tables_of_the_paper_are_shown_beside_others_if_asked_for(undrawn):
