@@ -276,8 +276,10 @@ class Choice:
                 f", and runs in {in_words(taken.engines)}. {best.method} has "
                 f"{_digit(best.far)}, but the documents do not show that it is better. The"
             )
+        elif len(self.candidates) > 1:
+            said += ", the best of the methods with no loss shown. The"
         else:
-            said += ", the best. The"
+            said += ", the only method with no loss shown. The"
         return f"{said} {self.alone.method} have {_digit(self.alone.far)}."
 
     @property
@@ -309,10 +311,12 @@ class Choice:
                 f"In longer texts numbers up to L back cost {taken.method} {mean_nats(lost):.2f} "
                 f"nats a digit more than the {self.alone.method}."
             )
-        lost = differences(taken.whole, self.alone.whole)
-        if _above_zero(lost):
-            said.append(
-                f"The perplexity of the longest texts is {math.expm1(mean_nats(lost)):.1%} higher "
-                f"with {taken.method} than that of the {self.alone.method}."
-            )
+        for name, read in {"model as it is": self.base, self.alone.method: self.alone}.items():
+            lost = differences(taken.whole, read.whole)
+            if _above_zero(lost):
+                said.append(
+                    "The perplexity of the longest texts is "
+                    f"{math.expm1(mean_nats(lost)):.1%} higher with {taken.method} than that of "
+                    f"the {name}."
+                )
         return said

@@ -129,13 +129,15 @@ def test_the_best_beyond_is_taken_among_those_that_show_no_loss():
     choice = choice_of(base, yarn, shifted)
     assert choice.taken is choice.best is shifted
     assert choice.reason == (
-        "shifted is taken: beyond L it has 0.70 nats a digit (probability 50%), the best. The "
-        "last 4,096 tokens alone have 2.43 nats a digit (probability 9%)."
+        "shifted is taken: beyond L it has 0.70 nats a digit (probability 50%), the best of the "
+        "methods with no loss shown. The last 4,096 tokens alone have 2.43 nats a digit "
+        "(probability 9%)."
     )
     # With a loss it is not.
     losing = read("shifted", [0.6, 0.7, 0.5], within=0.05)
     assert losing.verdict(base, Margins()) == "loses 5.1% of perplexity at 4,096"
-    assert choice_of(base, yarn, losing).taken is yarn
+    one = choice_of(base, yarn, losing)
+    assert one.taken is yarn and ", the only method with no loss shown. The last " in one.reason
     # In short texts, too.
     both = read("shifted", [0.6, 0.7, 0.5], within=0.05, short=0.04)
     said = both.verdict(base, Margins())
@@ -178,11 +180,18 @@ def test_what_longer_texts_cost_up_to_the_training_length_back_is_said():
     )
     level = read("yarn", [1.0, 1.1, 1.2], back=(0.3, 0.7, 0.65), whole=(3.1, 3.1, 2.9))
     assert not choice_of(base, level).warnings
-    (said,) = choice_of(base, read("yarn", [1.0, 1.1, 1.2], whole=(3.1, 3.31, 2.99))).warnings
-    assert said == (
-        "The perplexity of the longest texts is 10.5% higher with yarn than that of the last 4,096 "
-        "tokens alone."
-    )
+    # Of perplexity, beside the model as it is, too, which may be worse than its last tokens alone.
+    yarn = read("yarn", [1.0, 1.1, 1.2], whole=(3.1, 3.31, 2.99))
+    higher = "higher with yarn than that of the"
+    as_it_is, alone = choice_of(base, yarn).warnings
+    assert as_it_is == f"The perplexity of the longest texts is 10.5% {higher} model as it is."
+    assert alone == as_it_is.replace("model as it is", "last 4,096 tokens alone")
+    worse = replace(base, perplexity=base.perplexity | {12288: scores([5.0, 5.1, 5.2])})
+    assert choice_of(worse, yarn).warnings == [alone]
+    better = replace(base, perplexity=base.perplexity | {12288: scores([2.95, 3.16, 2.84])})
+    level = read("yarn", [1.0, 1.1, 1.2], whole=(3.0, 3.2, 2.9))
+    (said,) = choice_of(better, level).warnings
+    assert said == f"The perplexity of the longest texts is 5.1% {higher} model as it is."
 
 
 def test_a_model_that_needs_no_method_is_said_to():
