@@ -175,11 +175,6 @@ def _compare(
         model, methods, check, length=length, to=to, decides=wanted.method == "auto"
     )
     _print_training_length(plain.config, wanted.length)
-    if wanted.method == "auto":
-        for method, error in refused.items():
-            print(f"Not measured: {method} ({error})")
-        named = [f"{row.name} ({row.left_out})" for row in METHODS.values() if row.left_out]
-        print(f"Not measured unless named by --method: {', '.join(named)}")
     # Methods that compute the same share their readings.
     readings = len({str(item.keys) for each in measurements for item in each.items})
     print(f"Measuring {len(methods)} methods: {readings:,} readings of up to {to:,} tokens")
@@ -213,6 +208,11 @@ def _compare(
     print_table(*found.table())
     for line in found.verdicts:
         print(line)
+    if wanted.method == "auto":
+        for method, error in refused.items():
+            print(f"Not measured: {method} ({error})")
+        named = [f"{row.name} ({row.left_out})" for row in METHODS.values() if row.left_out]
+        print(f"Not measured unless named by --method: {', '.join(named)}")
     if taken is None:  # there is no card
         print(BRACKETS)
         for table in tables:

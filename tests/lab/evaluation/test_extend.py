@@ -76,7 +76,6 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, find
     code, said, err = run(capsys, *extend(source, tmp_path / "target"))
     assert code == 0 and "warning" not in err, err
     assert "Training length: 160 tokens (max_position_embeddings; --length sets another)" in said
-    # What is not measured, too: T is 300, and layers without positions are those of few models.
     assert "Not measured: temperature (a temperature is for layers without positions" in said
     (left_out,) = re.findall(r"^Not measured unless named by --method: (.*)$", said, re.MULTILINE)
     assert "self_extend (leaky with rounded distances), string (" in left_out
@@ -97,9 +96,7 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, find
     assert f"{taken} is taken: " in said and f"{taken} is taken: " in card
     # The decision is first, and all tables but the one that decides are in the card alone.
     decision = next(
-        line
-        for line in said.splitlines()
-        if not line.startswith(("Training length", "Not measured", "Measuring"))
+        line for line in said.splitlines() if not line.startswith(("Training length", "Measuring"))
     )
     assert decision.startswith(f"{taken} is taken: ") and decision in card
     for text, shown in (
@@ -117,6 +114,12 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, find
     unclear = [name for name, word in words.items() if word in ("loses", "cannot tell")]
     below = lines[start + len(printed) : start + len(printed) + len(unclear)]
     assert unclear and [line.partition(":")[0] for line in below] == unclear
+    # Last is what is not measured: layers without positions are those of few models.
+    after = lines[start + len(printed) + len(unclear) :]
+    assert [line.partition(":")[0] for line in after[:2]] == [
+        "Not measured",
+        "Not measured unless named by --method",
+    ]
     assert f", {taken}, for texts of {TO} tokens; runs in Tr" in said
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
     assert model.config.max_position_embeddings == TO
