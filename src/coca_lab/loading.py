@@ -289,4 +289,6 @@ def _brief(error: Exception) -> str:
     if isinstance(error, KeyError):
         return f"Transformers {transformers.__version__} does not know, or does not find, {error}"
     text = " ".join(str(error).split()) or type(error).__name__
+    if "not a valid JSON file" in text:
+        return "its config.json is damaged: download or save it again"
     return text if len(text) < 300 else text[:300] + " …"

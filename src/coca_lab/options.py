@@ -255,6 +255,7 @@ def _problem(parser: ArgumentParser, error: BaseException, typed: bool = False) 
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False)[0]
         said = first["msg"].replace("Input should be", "must be").partition(", unable to")[0]
+        said = said.replace("a valid integer", "a whole number")
         said += f", got {first['input']}"
     else:
         said = re.split(r'Parser key "[^"]+":', str(error))[-1]
@@ -267,10 +268,10 @@ def _problem(parser: ArgumentParser, error: BaseException, typed: bool = False) 
     elif "expected one of" in said:
         got = said.rpartition("got ")[2]
         said += did_you_mean(got, re.findall(r"'([^']*)'", said))
-    elif "valid integer" in said and re.search(r"\d[;:/ ]+\d", said):
+    elif "whole number" in said and re.search(r"\d[;:/ ]+\d", said):
         said += ": separate numbers by commas, as in 64,128"
-    elif "valid integer" in said and re.search(r"\d([kKmM]|,\d+)$", said):
-        said += ": write a whole number, such as 12288"
+    elif "whole number" in said and re.search(r"\d([kKmM]|,\d+)$", said):
+        said += ": write digits alone, as in 12288"
     elif said.startswith("expected dict, got"):
         given = re.fullmatch(r"expected dict, got (\w+)[=:] ?(\S+)", said)
         name_and_value = f"{given[1]}: {given[2]}" if given else "NAME: VALUE"

@@ -203,7 +203,8 @@ CASES = {
     "name": (generate(make=lambda p: "org/nowhere"), "there is no such folder here"),
     "no name": (perplexity(make=lambda p: ""), "no config.json"),
     "weights": (damaged(model_safetensors=b""), "damaged"),
-    "no configuration": (damaged(config_json=b""), "no model could be loaded"),
+    "no configuration": (damaged(config_json=b"{"),
+                         "no model could be loaded: its config.json is damaged: download or save"),
     "damaged tokenizer": (damaged(tokenizer_json=b""), "tokenizer"),
     "half a tokenizer": (damaged(tokenizer_json=None), "has no tokenizer: copy tokenizer.json"),
     "code of a folder": (perplexity(make=lambda p: p.configured(
@@ -222,7 +223,9 @@ CASES = {
     "check without text": (lambda p: ["extend", p.model, p.new(), "--check-lengths", "64"],
                            "beside --check TEXT, which is missing"),
     "no source": (perplexity("--source", ""), "the source is empty"),
-    "long windows": (perplexity("--windows", str(10**18)), "smaller windows"),
+    "long windows": (perplexity("--windows", str(10**18)), "the largest of --windows needs 1000"),
+    "long lengths": (lambda p: ["eval", "needles", p.model, "--source", p.text,
+                                "--lengths", "9999999"], "the largest of --lengths needs 9999999"),
     "folder as output": (perplexity("--output", "."), "is a folder"),
     "device as folder": (perplexity("--output", "/dev/null/x"), "/dev/null"),
     "values": (lambda p: [*perplexity()(p), "--output", p.damaged_values()], "sqlite is damaged"),
@@ -321,7 +324,10 @@ def test_a_study_reads_no_weights_before_everything_is_checked(place, monkeypatc
     for fields, message in (
         ({"models": models}, "model b: .*a weight file is damaged"),
         ({"device": "quantum"}, "`device` 'quantum' is no device of torch"),
-        ({"perplexity": {"source": str(place.text), "windows": [16, 10**6]}}, "smaller windows"),
+        (
+            {"perplexity": {"source": str(place.text), "windows": [16, 10**6]}},
+            "largest of `windows`",
+        ),
         ({"models": {"a": str(place.folder / "alibi")}, "methods": [{"method": "ntk"}]}, "rotary"),
     ):
         assert main(["study", place.study(**fields), "--output", str(place.new())]) == 2

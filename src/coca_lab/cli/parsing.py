@@ -267,7 +267,9 @@ def _parse_file(
     if words and words[0].endswith(".help"):
         read_options(parser, words)
     if not words or words[0].startswith("-"):
-        raise UserError(f"the {file.kind} comes first: {file.usage}")
+        raise UserError(
+            f"the {file.kind} comes first, a name that coca recipes lists or a file: {file.usage}"
+        )
     others = PlainParser(parser.prog, add_help=False, allow_abbrev=False, exit_on_error=False)
     for option, each in file.others.items():
         others.add_argument(option, **each)

@@ -53,9 +53,10 @@ def load_text(
             short += 1
             longest = max(longest, len(ids[: settings.max_tokens]))
         else:
+            sizes = "windows" if isinstance(settings, WindowSettings) else "lengths"
             raise UserError(
-                f"document {document.id!r} has {len(ids)} tokens and the largest window needs "
-                f"{at_least}: use smaller windows, or set `skip_short` to skip short documents"
+                f"document {document.id!r} has {len(ids)} tokens and the largest of `{sizes}` "
+                f"needs {at_least}: use smaller ones, or set `skip_short` to skip short documents"
             )
     if not chosen:
         raise UserError(

@@ -189,12 +189,16 @@ def test_help_comes_from_the_fields(capsys, words, options):
         (["generate", "x", "y", "--top-p", "0.5"], "--top-p and --top-k are for draws"),
         (["summon"], "no command 'summon'; choose one of extend"),
         (["eval", "vibes"], "coca eval has no command 'vibes'; choose one of perplexity"),
-        (["train", "--output", "x"], "the recipe comes first"),
+        (
+            ["train", "--output", "x"],
+            "the recipe comes first, a name that coca recipes lists or a file: c",
+        ),
+        (["study"], "the study comes first, a name that coca recipes lists or a file: coca"),
         (["train", "books-5m", "--model.bdy", "llama"], "--model.bdy; did you mean --model.body?"),
         (["study", "quickstart", "--seedz", "3"], "--seedz; did you mean --seeds?"),
         (
             ["eval", "perplexity", "x", "--windows", "64;128"],
-            "--windows: must be a valid integer, got 64;128: separate numbers by commas, as",
+            "--windows: must be a whole number, got 64;128: separate numbers by commas, as",
         ),
         (
             ["extend", "x", "y", "--method", "yarnn"],
@@ -210,7 +214,7 @@ def test_help_comes_from_the_fields(capsys, words, options):
         ),
         (
             ["study", "small", "--perplexity.windows", "a"],
-            "--perplexity.windows: must be a valid in",
+            "--perplexity.windows: must be a whole number, got a (see",
         ),
         (["eval", "perplexity"], "arguments are required: model"),
         (["eval", "perplexity", "x", "--windows", "8", "--stride", "9"], "error: --stride must be"),
@@ -218,8 +222,11 @@ def test_help_comes_from_the_fields(capsys, words, options):
         (["report"], "arguments are required: results"),
         (["report", "nowhere.json"], "nowhere.json: cannot be read: No such file"),
         (["extend", "x", "y", "--options", "beta_fast=64"], "write '{beta_fast: 64}' (see coca ex"),
-        (["extend", "x", "y", "--to", "12k"], "got 12k: write a whole number, such as 12288 (see"),
-        (["extend", "x", "y", "--to", "12,288"], "got 12,288: write a whole number, such as 12288"),
+        (
+            ["extend", "x", "y", "--to", "12k"],
+            "--to: must be a whole number, got 12k: write digits alone, as in 12288 (see",
+        ),
+        (["extend", "x", "y", "--to", "12,288"], "got 12,288: write digits alone, as in 12288"),
     ],
 )
 def test_errors_are_one_line_and_exit_code_2(capsys, words, message):
