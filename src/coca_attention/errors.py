@@ -16,8 +16,8 @@ class UserError(ValueError):
     """
 
 
-RENAMED = {"max_distance": "near"}
-"""Names of settings that had another one, and that which they have."""
+RENAMED = {"max_distance": "near", "attention": "form"}
+"""Names of settings in earlier versions or in recipes, and those that they have elsewhere."""
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
@@ -29,7 +29,7 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
     start, dot, last = word.replace("max-distance", "max_distance").rpartition(".")
     renamed = start + dot + last.replace(last.lstrip("-"), RENAMED.get(last.lstrip("-"), last))
     if renamed in known:
-        return f"; it is called {renamed} now"
+        return f"; it is called {renamed} here"
     near = get_close_matches(word, known, n=1)
     begun = [name for name in known if len(word) > 2 and name.startswith(word)]
     if len(begun) <= 5:  # more would be a list of its own

@@ -423,7 +423,7 @@ def test_options_are_those_of_the_method():
         extend_context(model, "dynamic", beta_fast=2.0)
     with pytest.raises(UserError, match="yarn has no option `speed`; it takes attention_factor"):
         extend_context(model, "yarn", speed=2)
-    with pytest.raises(UserError, match="no option `max_distance`; it is called near now"):
+    with pytest.raises(UserError, match="no option `max_distance`; it is called near here"):
         extend_context(model, "limited", to=256, max_distance=8)
     with pytest.raises(UserError, match="no model is saved with it"):
         extend_context(model, "ntk_text")

@@ -184,6 +184,7 @@ def test_help_comes_from_the_fields(capsys, words, options):
         (["train", "small"], "no such recipe; it is a study: coca study small"),
         (["study", "native-1m"], "no such study; it is a recipe: coca train native-1m"),
         (["convert", "x", "y", "--form", "stric"], "error: --form must be one of slack, "),
+        (["convert", "x", "y", "--attention", "strict"], "--attention; it is called --form here ("),
         (["convert", "x", "y", "--form", "rope", "--free-pairs", "3"], "leave out --free-pairs"),
         (["convert", "x", "y", "--form", "strict", "--roles.window", "1"], "--roles.window must"),
         (["generate", "x", "y", "--top-p", "0.5"], "--top-p and --top-k are for draws"),
