@@ -56,9 +56,8 @@ class Workers(ItemExecutor):
             self._workers.remove(worker)
             worker.end()
         worker = _Worker(self.threads)
-        future = worker.submit(work, arguments, log)
-        self._workers.append(worker)
-        return future
+        self._workers.append(worker)  # before Ctrl-C can be raised
+        return worker.submit(work, arguments, log)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the processes, with ``cancel_futures`` also those that compute, within `GRACE`."""
@@ -82,7 +81,13 @@ class _Worker:
 
     def submit(self, work: bytes, arguments: Sequence[object], log: Path | None) -> Future[Outcome]:
         """Let it compute."""
-        self.future = self.pool.submit(_compute, work, arguments, log)
+        # The terminal sends Ctrl-C to the process, too, which this one ends. It inherits what is
+        # blocked, so that nothing is interrupted while it imports torch, with a traceback.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            self.future = self.pool.submit(_compute, work, arguments, log)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         # The pool keeps the end of its results open that the process writes to. A process that is
         # killed within a result of more than 64 kB, what a pipe holds, would then never be missed:
         # the pool's thread would wait for the rest (seen with Python 3.11 to 3.13).
@@ -100,8 +105,6 @@ class _Worker:
 
 def _begin(driver: Connection, threads: int) -> None:
     """Prepare a process for its items."""
-    # The terminal sends Ctrl-C to the driver, too, which then ends its processes.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_driver, args=(driver,), daemon=True).start()
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("coca_lab").setLevel(logging.INFO)

@@ -269,6 +269,17 @@ def test_a_process_that_is_killed_within_its_result_is_missed():
         executor.submit(work, [0]).result(timeout=120)
 
 
+def test_ctrl_c_leaves_a_process_that_has_just_started_to_its_driver():
+    """A terminal sends it to both; where it met the import of torch there was a traceback."""
+    with Workers(1) as executor:
+        future = executor.submit(lambda numbers: numbers, [0])
+        (worker,) = executor._workers
+        (process,) = worker.pool._processes
+        os.kill(process, signal.SIGINT)
+        values, _ = future.result(timeout=120)
+    assert values == [0]
+
+
 @pytest.mark.slow
 def test_processes_end_with_what_started_them_and_keep_what_failed_in_their_logs(tmp_path):
     log = tmp_path / "logs" / "item-0.log"
