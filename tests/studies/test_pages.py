@@ -179,6 +179,39 @@ def test_what_pages_say_of_needles_in_eight_books_is_in_their_file():
         assert f"{called} {found}" in page
 
 
+@pytest.mark.parametrize(
+    ("folder", "after", "rows", "digits"),
+    [
+        (
+            "limits/without-decay",
+            "### Without the decay",
+            {"W = 64": "W = 64", "W = 128, blocks of 256": "W = 128, trained on blocks of 256"},
+            2,
+        ),
+        (
+            "conversion/again",
+            "| today |",
+            {"base again": "base", "slack again": "from the base, slack"},
+            1,
+        ),
+    ],
+)
+def test_rows_that_were_run_again_are_those_of_their_files(folder, after, rows, digits):
+    """Perplexity by length, then that of the last tokens alone and passkeys, where they are."""
+    found = ROOT / "results" / folder
+    cells = json.loads((found / "results.json").read_text("utf-8"))["results"]
+    page = (found.parent / "README.md").read_text("utf-8")
+    for row, model in rows.items():
+        of_model = [cell for cell in cells if cell["model"] == model]
+        shown = []
+        for scaling in ("none", "attend-last"):
+            for cell in of_model:
+                if cell["task"] == "perplexity" and cell["scaling"] == scaling:
+                    shown.append(f"{cell['perplexity']:.{digits}f}")
+        shown += [f"{cell['accuracy']:.2f}" for cell in of_model if cell["task"] == "passkey"]
+        assert cells_of_row(page, row, after=after) == shown
+
+
 def cells_of_row(text, name, after="\n"):
     """What stands behind a name in the first table that has it, without "of 20" and such."""
     _, _, text = text.partition(after)
