@@ -226,9 +226,10 @@ def picture_of_digits(width: int) -> str:
     whole = whole.resolve_scale(color="independent")
     whole = whole.properties(width=width - label - 30, height=36 * len(order))
     made = whole.to_dict(validate=False)
+    alone = "the last 8,192 tokens alone"
     said = (
         f"Probability of a digit farther back than L = 8,192 tokens: {percent[TAKEN]:.0f}\u00a0% "
-        f"with {TAKEN}, {percent['as it is']:.0f}\u00a0% with the model as it is"
+        f"with {TAKEN}, {percent[alone]:.0f}\u00a0% with {alone}"
     )
     made["title"] = {"text": textwrap.wrap(said, width // 9), "anchor": "start"}
     made["title"] |= {"frame": "bounds", "subtitle": textwrap.wrap(BOOKS, width // 7)}

@@ -184,9 +184,11 @@ def _compare(
     values = cache_folder() / "extend" / f"{fingerprint(about)[:24]}.sqlite"
     try:
         with Store(values) as store, ProgressBar() as progress:
-            cells = finish(measurements, Engine(store, progress))
+            measured = finish(measurements, Engine(store, progress))
     finally:
         free_weights()
+    # Tables and the report have multiples of L, which --length may have set.
+    cells = [{**cell, "training_length": length} for cell in measured]
     found = check_of_cells(model, methods, check, cells, length=length)
     choice = found.choice
     taken = found.taken
@@ -226,7 +228,8 @@ def _compare(
     shown = [markdown_table(*table) for table in tables]
     report = [reason, *choice.warnings, columns, markdown_table(*found.table()), *found.verdicts]
     report += [RULE, BRACKETS]
-    return taken, "\n\n".join([*report, *shown]), {"decision": reason, "results": cells}
+    decision = " ".join([reason, *choice.warnings])
+    return taken, "\n\n".join([*report, *shown]), {"decision": decision, "results": cells}
 
 
 def export_command(path: str, target: str, wanted: ExportSettings) -> None:

@@ -195,7 +195,7 @@ def check_extension(wanted: ExtendSettings, check: CheckSettings) -> None:
     if wanted.options and wanted.method == "auto":
         raise UserError("`options` are those of one method: name it by --method")
     if wanted.near and wanted.method == "auto" and not check.check:
-        raise UserError("`near` is for some methods: name one by --method")
+        raise UserError("`near` is for some methods: name one by --method, such as limited")
     if not check.check and check != CheckSettings():
         raise UserError(
             "what is measured, and on what, is said beside --check TEXT, which is missing"

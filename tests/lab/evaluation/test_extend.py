@@ -129,7 +129,9 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, find
     results = tmp_path / "target" / "results.json"
     assert f"Results: {results}" in said
     (content,) = read_results([tmp_path / "target"])
-    assert content["decision"] == decision
+    caveats = [line for line in said.splitlines() if line.startswith("Beyond L it is not shown")]
+    assert caveats and content["decision"].split(". Beyond L")[0] + "." == decision
+    assert all(line in content["decision"] for line in caveats)
     tables = printed_tables(content["results"])
     assert len(tables) > 2 and all(markdown_table(*each) in card for each in tables)
     identity = model_fingerprint(tmp_path / "target")
@@ -290,6 +292,16 @@ def test_a_method_can_be_named(method, source, tmp_path, capsys):
     if method in ("dynamic", "limited"):
         assert difference(logits(model, ids), logits(base, ids)) < 1e-5
     assert difference(logits(model, longer), logits(base, longer)) > 1e-4
+
+
+def test_results_of_a_check_have_the_length_that_is_set(source, tmp_path, capsys):
+    """Not the 160 of the configuration: multiples of L in tables and reports are of it."""
+    words = extend(source, tmp_path / "target", "--length", 100, "--method", "yarn")
+    code, said, err = run(capsys, *words)
+    assert code == 0, err
+    assert "Training length: 100 tokens (--length)" in said
+    (content,) = read_results([tmp_path / "target"])
+    assert {cell["training_length"] for cell in content["results"]} == {100}
 
 
 @pytest.mark.parametrize("method", ["auto", "yarn"])
