@@ -221,7 +221,7 @@ def test_stock_methods_copy_what_modelopt_quantised(modelopt, tmp_path, capsys):
     assert "runs in vLLM (untried: SGLang)\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["limited", "convert", "perplexity", "generate", "export"])
+@pytest.mark.parametrize("command", ["limited", "convert", "perplexity", "generate"])
 def test_others_do_not_take_its_numbers_for_weights(command, modelopt, refused):
     assert "hf_quant_config.json says" in refused(command, modelopt)
 
