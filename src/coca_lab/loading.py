@@ -291,4 +291,6 @@ def _brief(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     if "not a valid JSON file" in text:
         return "its config.json is damaged: download or save it again"
+    if "no file named" in text:
+        return "its folder has no weights, model.safetensors: download or save it again"
     return text if len(text) < 300 else text[:300] + " …"

@@ -203,6 +203,7 @@ CASES = {
     "name": (generate(make=lambda p: "org/nowhere"), "there is no such folder here"),
     "no name": (perplexity(make=lambda p: ""), "no config.json"),
     "weights": (damaged(model_safetensors=b""), "damaged"),
+    "no weights": (damaged(model_safetensors=None), "its folder has no weights, model.safetensors"),
     "no configuration": (damaged(config_json=b"{"),
                          "no model could be loaded: its config.json is damaged: download or save"),
     "damaged tokenizer": (damaged(tokenizer_json=b""), "tokenizer"),
