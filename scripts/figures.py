@@ -14,17 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import altair as alt
 import vl_convert
 
 import studies.recall  # noqa: F401 (registers its task and section)
 from coca_lab.files import read_json
-from coca_lab.report.charts import LineChart, Palette, method_of
-from coca_lab.report.drawing import INKS, NARROW, STYLE, of_theme, specification
+from coca_lab.report.charts import DotChart, LineChart, Palette
+from coca_lab.report.checks import check_chart
+from coca_lab.report.drawing import INKS, NARROW, of_theme, specification
 from coca_lab.report.lengths import PASSKEYS, PERPLEXITY, ends
 from coca_lab.report.page import page_sections, tasks_and_runs
-from coca_lab.report.result_files import parsed
-from studies.extend import digits
+from coca_lab.report.result_files import parsed, read_results
 from studies.pages import published
 
 ROOT = Path(__file__).parents[1]
@@ -89,10 +88,16 @@ HEADINGS = {"color": "var(--text)", "fontSize": 14, "fontWeight": "bold", "offse
 """How titles look."""
 PADDING = {"top": 5, "right": 20, "left": 5, "bottom": 5}
 """Pixels around a picture."""
-ACCENT = f"var(--c{method_of('roles')})"
-"""Blue, which is no method's of the check."""
-TAKEN = "leaky distances"
-"""What the check of eight books takes."""
+NAMES = {
+    "as it is": "as it is",
+    "last 8,192 tokens alone": "the last 8,192 tokens alone",
+    "limited": "limited distances",
+    "ntk": "NTK",
+    "yarn": "YaRN",
+    "leaky": "leaky distances",
+    "shifted": "shifted distances",
+}
+"""What pages call the methods of the check of eight books."""
 BOOKS = (
     "SmolLM2-135M (4-bit weights) reading 12,288 tokens of eight books; "
     "horizontal lines are 95\u00a0% intervals over the books"
@@ -130,7 +135,12 @@ def report_charts(folder: Path, said: dict[str, str], lines: str) -> list[Titled
         ticks = [tick for tick in chart.ticks if tick not in UNLABELLED.get(folder.name, ())]
         return replace(chart, points=points, ticks=ticks, bars=bars)
 
-    return [(words, chosen(charts[title])) for title, words in said.items()]
+    drawn = []
+    for title, words in said.items():
+        chart = charts[title]
+        assert isinstance(chart, LineChart)
+        drawn.append((words, chosen(chart)))
+    return drawn
 
 
 def place_of(cell: dict[str, Any]) -> tuple[Any, ...]:
@@ -172,71 +182,30 @@ def picture_of_digits(width: int) -> str:
     Args:
         width: In pixels.
     """
-    rows = list(digits(ROOT / "results/extend/results.json"))
-    far = [row for row in rows if row["far"]]
-    percent = {row["method"]: row["percent"] for row in far}
-    order = sorted(percent, key=lambda method: percent[method])
-    places = ("farther back than 8,192 tokens", "up to 8,192 tokens back")
-    for row in rows:
-        row["place"] = places[0] if row["far"] else places[1]
-    for row in far:
-        row["name"] = textwrap.wrap(row["method"], 18)
-        row["note"] = "loses within L" if row["loses"] else "taken" * (row["method"] == TAKEN)
-        row["up"] = -7 if row["note"] or len(row["name"]) > 1 else 0
-    bold = alt.expr(f"datum.method == '{TAKEN}' ? 'bold' : 'normal'")
-    soft = "var(--soft)"
-    label = 140  # pixels of names: 18 letters, and room
-    title = textwrap.wrap("probability of a digit of a hidden number", (width - label) // 8)
-    ticks = [*range(0, 101, 25 if width > NARROW + 20 else 50)]
-    axis = alt.Axis(grid=False, values=ticks, labelExpr="datum.label + '\u00a0%'")
-    across = alt.X("percent:Q", title=title, axis=axis)
-    legend = alt.Legend(orient="top", title=None, offset=24, columns=1)
-    inks = alt.Scale(domain=places, range=[ACCENT, soft])
-    fills = alt.Scale(domain=places, range=[ACCENT, "var(--page)"])
-    base = alt.Chart(alt.InlineData(values=rows)).encode(
-        x=across.scale(domain=[0, 100]),
-        y=alt.Y("method:N", sort=order, axis=None),
-    )
-    one = base.transform_filter("datum.far")
-
-    def words(of: alt.Chart, field: str, align: str = "left", **look: Any) -> alt.Chart:
-        """Text that begins at a place, or is centred there."""
-        text = of.mark_text(align=align, baseline="middle", fontSize=12, lineHeight=15, **look)
-        return text.encode(text=f"{field}:N")
-
-    guess = base.transform_filter(f"datum.method == '{order[-1]}' && datum.far")
-    guess = guess.transform_calculate(chance="10", what="'10\u00a0%: a guess'").encode(x="chance:Q")
-    names = one.encode(x=alt.value(-label))
-    whole = alt.layer(
-        one.mark_rule(color="var(--rule)").encode(x=alt.value(0), x2=alt.value("width")),
-        guess.mark_rule(strokeDash=[2, 3], color=soft).encode(
-            y=alt.value(-17), y2=alt.value("height")
-        ),
-        words(guess, "what", color=soft, dx=4).encode(y=alt.value(-11)),
-        base.mark_rule(strokeWidth=2).encode(
-            x="low:Q", x2="high:Q", color=alt.Color("place:N", scale=inks, legend=None)
-        ),
-        base.mark_point(size=80, strokeWidth=2, opacity=1).encode(
-            stroke=alt.Stroke("place:N", scale=inks, legend=legend),
-            fill=alt.Fill("place:N", scale=fills, legend=legend),
-        ),
-        words(names, "name", dy=alt.expr("datum.up"), fontWeight=bold, color="var(--text)"),
-        words(names, "note", dy=8, color=soft),
-    )
-    whole = whole.resolve_scale(color="independent")
-    whole = whole.properties(width=width - label - 30, height=36 * len(order))
-    made = whole.to_dict(validate=False)
-    alone = "the last 8,192 tokens alone"
+    chart = chart_of_digits()
+    far = chart.points[chart.points["place"] == chart.places[0]].set_index("line")["y"]
+    made = specification(chart, {}, width)
+    alone = NAMES["last 8,192 tokens alone"]
     said = (
-        f"Probability of a digit farther back than L = 8,192 tokens: {percent[TAKEN]:.0f}\u00a0% "
-        f"with {TAKEN}, {percent[alone]:.0f}\u00a0% with {alone}"
+        f"Probability of a digit farther back than L = 8,192 tokens: {far[chart.bold]:.0%} "
+        f"with {chart.bold}, {far[alone]:.0%} with {alone}"
     )
     made["title"] = {"text": textwrap.wrap(said, width // 9), "anchor": "start"}
     made["title"] |= {"frame": "bounds", "subtitle": textwrap.wrap(BOOKS, width // 7)}
-    sizes = {"labelFontSize": 12, "titleFontSize": 13}
-    made["config"] = STYLE | {"axis": STYLE["axis"] | sizes, "title": HEADINGS}
-    made["config"]["legend"] = {"labelColor": "var(--text)", "labelFontSize": 12, "labelLimit": 0}
+    made["config"]["title"] = HEADINGS
     return vl_convert.vegalite_to_svg(made | {"padding": PADDING, "background": "var(--page)"})
+
+
+def chart_of_digits() -> DotChart:
+    """The chart of the check of eight books, with the names that pages have."""
+    (content,) = read_results([ROOT / "results/extend"])
+    (file,) = parsed([content])
+    assert file.check is not None
+    chart = check_chart(file.check)
+    assert chart is not None
+    points = chart.points.assign(line=chart.points["line"].map(NAMES))
+    notes = {NAMES[method]: note for method, note in chart.notes.items()}
+    return replace(chart, points=points, notes=notes, bold=NAMES[chart.bold])
 
 
 def main() -> None:

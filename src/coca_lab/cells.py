@@ -253,6 +253,45 @@ class Harness(CheckedCell):
         return {"harness": self.harness, "limit": self.limit}
 
 
+class Probability(Record):
+    """The probability of a digit of the hidden numbers: a geometric mean, and its interval."""
+
+    value: Fraction
+    ci95: Interval | None = None
+
+
+class MethodReading(Record):
+    """What ``coca extend --check`` says of a method, or of the model as it is.
+
+    Attributes:
+        method: The method, or how it is read without one.
+        word: What is said of a loss within L; empty without a method.
+        verdict: The same, with what is lost, or how many documents could tell.
+        perplexity: Of the longest texts.
+        back: Of the digits up to L back, in texts of more than L tokens.
+        far: Of those farther back.
+        runs_in: What runs the result, in words.
+        taken: Whether it is the method that is taken.
+    """
+
+    method: Name
+    word: str = ""
+    verdict: str = ""
+    perplexity: AboveZero | None
+    back: Probability | None = None
+    far: Probability | None = None
+    runs_in: str
+    taken: bool = False
+
+
+class CheckRecord(Record):
+    """Which method a check takes, why, and what it compared; L is the ``training_length``."""
+
+    decision: str
+    training_length: Whole
+    readings: list[MethodReading]
+
+
 CELLS: dict[str, type[CheckedCell]] = {
     "perplexity": Perplexity,
     "needles": Needles,

@@ -18,13 +18,15 @@ from coca_lab.evaluation.task import Model
 from coca_lab.files import read_json
 from coca_lab.intervals import DocumentScore, differences, mean_interval, mean_nats, nats_interval
 from coca_lab.report import printed_tables, read_results
+from coca_lab.report.result_files import parsed
 from coca_lab.settings.commands import CheckSettings
 from coca_lab.settings.studies import MethodSettings
-from studies import extend, native, pages
-from studies.extend import ALONE
+from studies import native, pages
 from studies.pages import BEGIN, END, write_tables
 
 ROOT = Path(__file__).parents[2]
+L, TO, ALONE = 8192, 12288, "last 8,192 tokens alone"
+"""Tokens that SmolLM2-135M was made for, and those that it reads in results/extend."""
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")
@@ -67,7 +69,7 @@ def test_what_was_not_measured_is_no_perplexity_of_1():
 
 def up_to_and_beyond(documents):
     """How many needles there are up to L back and farther, nats a digit, and how many are found."""
-    parts = [figures(documents, near=extend.L, beyond=far) for far in (False, True)]
+    parts = [figures(documents, near=L, beyond=far) for far in (False, True)]
     counts, nats, found = ([part[name] for part in parts] for name in ("needles", "nats", "found"))
     return counts, nats, [*map(str, found)]
 
@@ -88,7 +90,7 @@ def test_the_tables_of_the_check_of_three_books_are_of_its_values():
             place = what[0]["scaled"]["scaling"], what[0]["window"][0]
             for document, nats, tokens in entry["value"]["documents"]:
                 perplexity[place].append(DocumentScore(str(document), nats, tokens))
-        elif what[1] == extend.TO:
+        elif what[1] == TO:
             needles[what[0]["scaling"]].append({"id": what[2], "needles": entry["value"]})
     for cell in read_json(folder / "last.json")["results"]:
         if cell["scaling"] == ALONE:
@@ -108,44 +110,52 @@ def test_the_tables_of_the_check_of_three_books_are_of_its_values():
 
 
 def test_the_tables_of_the_check_of_eight_books_are_of_its_values():
-    """README's, and that of results/extend; with the losses that they name, and the choice."""
+    """README's, and that of results/extend; and the record of the check is of its cells."""
     folder = ROOT / "results/extend"
     (content,) = read_results([folder])  # as coca report does
     assert content["file"] == str(folder / "results.json")
-    perplexity, needles = extend.values_of_check(folder / "results.json")
+    (file,) = parsed([content])
+    compared = [MethodSettings(name) for name in ("limited", "ntk", "yarn", "leaky", "shifted")]
+    settings = CheckSettings(check="books.jsonl")
+    found = check_of_cells(Model(None, None), compared, settings, content["results"], length=L)
+    assert file.check.readings == found.readings and file.check.training_length == L
+    decision = " ".join([found.choice.reason, *found.choice.warnings])
+    assert file.check.decision == decision
+    readings = {each.method: each for each in found.readings}
+    needles = {
+        cell["scaling"]: cell["documents"]
+        for cell in content["results"]
+        if cell["task"] == "needles" and cell["length"] == TO
+    }
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     questions = (ROOT / "docs/README.md").read_text(encoding="utf-8")
     page = (folder / "README.md").read_text(encoding="utf-8")
-    beyond = {}
-    for name, method in extend.METHODS.items():
-        counts, nats, found = up_to_and_beyond(needles[method])
+    assert f"“{decision}”" in page
+    names = {
+        "as it is": "as it is", "the last 8,192 tokens alone": ALONE, "NTK": "ntk", "YaRN": "yarn",
+        "limited distances": "limited", "leaky distances": "leaky",
+        "shifted distances": "shifted",
+    }  # fmt: skip
+    for name, method in names.items():
+        read = readings[method]
+        documents = needles["none" if method == "as it is" else method]
+        counts, nats, found_in = up_to_and_beyond(documents)
         assert counts == [55, 25]
-        probable = [f"{math.exp(-value):.0%}".replace("%", " %") for value in nats]
-        assert cells_of_row(readme, name)[1:4] == [*probable, found[1]]
+        assert [read.back.value, read.far.value] == pytest.approx([math.exp(-n) for n in nats])
+        probable = [f"{share.value:.0%}".replace("%", " %") for share in (read.back, read.far)]
+        assert cells_of_row(readme, name)[1:4] == [*probable, found_in[1]]
         shown = [f"{value:.2f}" for value in nats]
-        assert cells_of_row(page, name)[1:] == [read_at_the_end(perplexity, method), *shown, *found]
+        assert cells_of_row(page, name)[1:] == [f"{read.perplexity:.2f}", *shown, *found_in]
         called = name.replace(" tokens", "")
-        assert cells_of_row(questions, called, after="RULER |")[1:4] == [shown[1], *found]
-        words = set()
-        losses = []
-        for loss in extend.losses_within(perplexity, method).values():
-            words.add(loss.word)
-            if loss.word == "loses":
-                losses.append(f"{math.expm1(loss.mean):.1%}".replace("%", " %"))
+        assert cells_of_row(questions, called, after="RULER |")[1:4] == [shown[1], *found_in]
+        lost = re.findall(r"[\d.]+%", read.verdict)
         for table in (readme, page):
             said = cells_of_row(table, name)[0]
-            assert said.startswith("loses") == ("loses" in words)
-            assert said.startswith("no loss shown") == (words == {"no loss shown"})
-            assert all(loss in said for loss in losses)
-        if words == {"no loss shown"}:
-            beyond[method] = nats[1]
-    assert min(beyond, key=beyond.get) == "leaky"
-    compared = [MethodSettings(name) for name in ("limited", "ntk", "yarn", "leaky", "shifted")]
-    settings = CheckSettings(check="books.jsonl")
-    model = Model(None, None)
-    found = check_of_cells(model, compared, settings, content["results"], length=extend.L)
-    assert " ".join([found.choice.reason, *found.choice.warnings]) == content["decision"]
-    assert f"“{content['decision']}”" in page
+            assert said.startswith(read.word) and (not said or read.word)
+            assert all(loss.replace("%", " %") in said for loss in lost)
+    without_loss = [each for each in found.readings if each.word == "no loss shown"]
+    assert max(without_loss, key=lambda each: each.far.value).method == "leaky"
+    assert [each.method for each in found.readings if each.taken] == ["leaky"]
 
 
 def test_what_pages_say_of_needles_in_eight_books_is_in_their_file():

@@ -17,11 +17,18 @@ from coca_attention.models.configuration import (
 )
 from coca_attention.models.conversion import Conversion
 from coca_attention.models.methods import DEFAULTS, METHODS, extend_context, extended_lengths
+from coca_lab.cells import CheckRecord
 from coca_lab.cli.console import ProgressBar, markdown_table, print_table
 from coca_lab.cli.parsing import as_typed_in
 from coca_lab.engine import Engine
 from coca_lab.environment import describe_environment
-from coca_lab.evaluation.check import check_of_cells, engines_of, measurements_of_check
+from coca_lab.evaluation.check import (
+    check_of_cells,
+    check_table,
+    engines_of,
+    measurements_of_check,
+    verdicts,
+)
 from coca_lab.evaluation.choice import RULE, in_words
 from coca_lab.evaluation.task import finish, free_weights, open_model
 from coca_lab.export import export_native
@@ -106,7 +113,7 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
     if measured:  # for coca report
         results = Path(target) / "results.json"
         write_json(results, {**measured, "environment": describe_environment()})
-        print(f"Results: {results}")
+        print(f"Results: {results}, drawn by coca report {target}")
     engines = in_words(engines_of(chosen.method, quantised_by(path, config)))
     print(
         f"{target}: {model.config.model_type}, {chosen.name}, for texts of {to:,} tokens; runs in "
@@ -176,8 +183,8 @@ def _compare(
     )
     _print_training_length(plain.config, wanted.length)
     # Methods that compute the same share their readings.
-    readings = len({str(item.keys) for each in measurements for item in each.items})
-    print(f"Measuring {len(methods)} methods: {readings:,} readings of up to {to:,} tokens")
+    count = len({str(item.keys) for each in measurements for item in each.items})
+    print(f"Measuring {len(methods)} methods: {count:,} readings of up to {to:,} tokens")
     # One process writes a store; checks on other texts have theirs.
     text = str(Path(check.check).resolve()) if Path(check.check).exists() else check.check
     about = [model.identity, text]
@@ -207,8 +214,11 @@ def _compare(
         f"up to L = {length:,} tokens back, and farther:"
     )
     print(columns)
-    print_table(*found.table())
-    for line in found.verdicts:
+    readings = found.readings
+    compared = check_table(readings)
+    print_table(*compared)
+    lost = verdicts(readings)
+    for line in lost:
         print(line)
     if wanted.method == "auto":
         for method, error in refused.items():
@@ -226,10 +236,13 @@ def _compare(
         )
     print("The rule and all tables are in the model card, README.md.")
     shown = [markdown_table(*table) for table in tables]
-    report = [reason, *choice.warnings, columns, markdown_table(*found.table()), *found.verdicts]
-    report += [RULE, BRACKETS]
-    decision = " ".join([reason, *choice.warnings])
-    return taken, "\n\n".join([*report, *shown]), {"decision": decision, "results": cells}
+    report = [reason, *choice.warnings, columns, markdown_table(*compared), *lost, RULE, BRACKETS]
+    record = CheckRecord(
+        decision=" ".join([reason, *choice.warnings]),
+        training_length=length,
+        readings=readings,
+    )
+    return taken, "\n\n".join([*report, *shown]), {"check": record.model_dump(), "results": cells}
 
 
 def export_command(path: str, target: str, wanted: ExportSettings) -> None:

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from coca_attention.errors import UserError
 from coca_attention.models import METHODS
 from coca_attention.models.methods import PACKAGE, UNTRIED
+from coca_lab.cells import MethodReading, Probability
 from coca_lab.evaluation.choice import Choice, Read
 from coca_lab.evaluation.needles import NEEDLES_TASK, last_alone, needle_texts
 from coca_lab.evaluation.perplexity import ATTEND_LAST, PERPLEXITY_TASK
 from coca_lab.evaluation.task import Cell, Measurement, Model
-from coca_lab.intervals import DocumentScore, mean_nats, perplexity
+from coca_lab.intervals import DocumentScore, mean_nats, nats_interval, perplexity
 from coca_lab.settings.commands import CheckSettings
 from coca_lab.settings.evaluations import NeedleSettings, PerplexitySettings
 from coca_lab.settings.sources import TextSettings
@@ -52,44 +53,64 @@ class Check:
         """The method to take."""
         return None if self.choice.taken is None else self.methods[self.choice.taken.method]
 
-    def table(self) -> tuple[list[str], list[list[str]]]:
-        """Header and rows: what is said of every method within L, and what it does beyond.
-
-        Perplexity is that of the longest texts. Beside it are the probabilities of digits of the
-        numbers in texts that are longer than L, up to L back and farther. Engines in which nothing
-        has run are left out. A terminal of 80 columns has it without a broken line, so `verdicts`
-        say beside it what a method loses.
-        """
-        rows = []
-        for each in (self.choice.base, self.choice.alone, *self.choice.others):
-            name = each.method
-            word = ""
-            if each in self.choice.others:
-                name = self.methods[name].method
-                word = each.word(self.choice.base, self.choice.margins)
-            elif each is self.choice.alone:
-                name = "last L alone"
-            if each is self.choice.taken:
-                name = f"{name} (taken)"
-            probabilities = [
-                f"{math.exp(-mean_nats(scores)):.0%}" if any(x.tokens for x in scores) else "–"
-                for scores in (each.back, each.far)
-            ]
-            engines = ", ".join(engine for engine in each.engines if engine not in UNTRIED)
-            if each.engines == PACKAGE:
-                engines = "this package"
-            rows.append([name, word, f"{perplexity(each.whole):.2f}", *probabilities, engines])
-        return ["method", "within L", "perplexity", "up to L", "farther", "runs in"], rows
-
     @property
-    def verdicts(self) -> list[str]:
-        """What methods lose within L, or how many documents could tell, where it is not shown."""
-        lines = []
-        for each in self.choice.others:
-            said = each.verdict(self.choice.base, self.choice.margins)
-            if said != "no loss shown":
-                lines.append(f"{self.methods[each.method].method}: {said}")
-        return lines
+    def readings(self) -> list[MethodReading]:
+        """The model as it is, with the last L tokens alone, and with every method."""
+        choice = self.choice
+        found = []
+        for each in (choice.base, choice.alone, *choice.others):
+            engines = ", ".join(engine for engine in each.engines if engine not in UNTRIED)
+            whole = perplexity(each.whole)
+            reading = MethodReading(
+                method=each.method,
+                perplexity=whole if math.isfinite(whole) else None,
+                back=_probability(each.back),
+                far=_probability(each.far),
+                runs_in="this package" if each.engines == PACKAGE else engines,
+                taken=each is choice.taken,
+            )
+            if each in choice.others:
+                reading.method = self.methods[each.method].method
+                reading.word = each.word(choice.base, choice.margins)
+                reading.verdict = each.verdict(choice.base, choice.margins)
+            found.append(reading)
+        return found
+
+
+def check_table(readings: Sequence[MethodReading]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: what is said of every method within L, and what it does beyond.
+
+    Engines in which nothing has run are left out. A terminal of 80 columns has it without a broken
+    line, so `verdicts` say beside it what a method loses.
+    """
+    rows = []
+    for each in readings:
+        name = "last L alone" if each.method.startswith("last ") else each.method
+        rows.append(
+            [
+                f"{name} (taken)" if each.taken else name,
+                each.word,
+                "inf" if each.perplexity is None else f"{each.perplexity:.2f}",
+                "–" if each.back is None else f"{each.back.value:.0%}",
+                "–" if each.far is None else f"{each.far.value:.0%}",
+                each.runs_in,
+            ]
+        )
+    return ["method", "within L", "perplexity", "up to L", "farther", "runs in"], rows
+
+
+def verdicts(readings: Sequence[MethodReading]) -> list[str]:
+    """What methods lose within L, or how many documents could tell, where it is not shown."""
+    return [f"{each.method}: {each.verdict}" for each in readings if each.verdict != each.word]
+
+
+def _probability(scores: Sequence[DocumentScore]) -> Probability | None:
+    """That of a digit of needles, if there are any."""
+    if not any(score.tokens for score in scores):
+        return None
+    interval = nats_interval(scores)
+    ends = None if interval is None else [math.exp(-max(nats, 0.0)) for nats in reversed(interval)]
+    return Probability(value=math.exp(-mean_nats(scores)), ci95=ends)
 
 
 def measurements_of_check(

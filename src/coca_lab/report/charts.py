@@ -1,7 +1,7 @@
 """Charts as data: what `coca_lab.report.drawing` draws, and the same in words."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +93,46 @@ class LineChart:
             ends = dict.fromkeys(line[["x", "y"]].iloc[[0, -1]].itertuples(index=False, name=None))
             parts.append(f"{name}: " + " to ".join(f"{self.said(y)} at {x:,.10g}" for x, y in ends))
         return f"Lines of {self.y} against {self.x}. {'; '.join(parts)}."
+
+
+@dataclass(frozen=True)
+class DotChart:
+    """Shares in rows of two dots with their intervals, in the order of the first dots.
+
+    Attributes:
+        points: A row for every dot: ``line`` (the name of its row), ``place`` (which of the two
+            it is), ``y``, ``low`` and ``high``.
+        x: Title of the axis, from 0 to 100 %.
+        places: The names of the first dot and of the second.
+        notes: By the name of a row, words below it.
+        bold: The row whose name is bold, if any.
+        mark: A share, and its name.
+    """
+
+    points: Frame
+    x: str
+    places: tuple[str, str]
+    notes: Mapping[str, str]
+    bold: str
+    mark: tuple[float, str]
+
+    @property
+    def order(self) -> list[str]:
+        """The rows, from the one with the smallest first dot."""
+        first = self.points[self.points["place"] == self.places[0]]
+        return first.sort_values("y", kind="stable")["line"].tolist()
+
+    def words(self) -> str:
+        """What the chart shows, for screen readers."""
+        table = self.points.pivot_table("y", "line", "place")
+        rows = []
+        for line in self.order:
+            note = f" ({self.notes[line]})" if self.notes.get(line) else ""
+            shares = " and ".join(f"{table.loc[line, place]:.0%}" for place in self.places)
+            rows.append(f"{line}{note}: {shares}")
+        places = " and ".join(self.places)
+        share, name = self.mark
+        return f"Dots, a row a method: {self.x}, {places}. {'; '.join(rows)}. {name}: {share:.0%}."
 
 
 def method_of(name: str) -> int | None:

@@ -16,7 +16,7 @@ import numpy as np
 import vl_convert
 from scipy.optimize import isotonic_regression
 
-from coca_lab.report.charts import COLOURS, Frame, LineChart, Palette, method_of
+from coca_lab.report.charts import COLOURS, DotChart, Frame, LineChart, Palette, method_of
 
 SHADES, DASHES = ("c", "d"), ("1 0", "6 3", "2 3", "9 3 2 3")
 """In turn, of lines that have the same method: its colour and a deeper one, and their dashes."""
@@ -29,6 +29,10 @@ FAR = 4
 """Lines without which the vertical axis can be so many times shorter are clipped."""
 WIDE, NARROW = 900, 350
 """Pixels, with the labels."""
+NAMES_OF_ROWS = 18
+"""Letters of the names of rows, which wrap."""
+ACCENT = f"var(--c{method_of('roles')})"
+"""Of the first dots of rows: blue, which is the colour of no method that trains nothing."""
 FONT, LETTER = 12, 0.6
 """Pixels of labels, and of them the width of a letter; titles of axes are one pixel larger."""
 COLUMN, PRINTED, PRINTED_FONT = 3.3, 10, "Helvetica, Arial, sans-serif"
@@ -61,17 +65,23 @@ Specification = dict[str, Any]
 
 
 def specification(
-    chart: LineChart, palette: Palette, width: int = WIDE, height: int = 0, font: float = FONT
+    chart: LineChart | DotChart,
+    palette: Palette,
+    width: int = WIDE,
+    height: int = 0,
+    font: float = FONT,
 ) -> Specification:
-    """The picture of a chart, so wide with room for the lines' names.
+    """The picture of a chart, so wide with room for the names of its lines or rows.
 
     Args:
         chart: What to draw.
         palette: The colours of the page so far; names without one are added.
         width: In pixels.
-        height: In pixels, without the axis; by default as fits the width.
+        height: In pixels, without the axis; by default as fits the width, or the rows.
         font: Size of the labels in pixels.
     """
+    if isinstance(chart, DotChart):
+        return _dots(chart, width, font)
     points = chart.drawn()
     looks = {line: _look(line, palette) for line in points["line"].unique()}
     ticks = _ticks(chart, points)
@@ -157,8 +167,71 @@ def specification(
     )
     layers.append(texts.encode(y=at("place"), text="name:N"))
     whole = alt.layer(*layers).properties(width=width - label - 80, height=height)
+    return _styled(whole, font)
+
+
+def _dots(chart: DotChart, width: int, font: float) -> Specification:
+    """The picture of a chart of dots, with its rows' names on the left."""
+    first = chart.places[0]
+    order = [*reversed(chart.order)]
+    rows = []
+    for row in chart.points.to_dict("records"):
+        line = row["line"]
+        name = textwrap.wrap(line, NAMES_OF_ROWS)
+        note = chart.notes.get(line, "")
+        told = f"{line}: {row['y']:.0%} ({row['low']:.0%} to {row['high']:.0%}) {row['place']}"
+        up = -7 if note or len(name) > 1 else 0
+        rows.append(row | {"name": name, "note": note, "told": told, "up": up})
+    label = LETTER * font * NAMES_OF_ROWS + 10
+    ticks = np.linspace(0, 1, 5 if width > 1.2 * NARROW else 3).tolist()
+    axis = alt.Axis(grid=False, values=ticks, format="%")
+    title = textwrap.wrap(chart.x, round((width - label) / (LETTER * (font + 1))))
+    legend = alt.Legend(orient="top", title=None, offset=24, columns=1)
+    soft = "var(--soft)"
+    inks = alt.Scale(domain=chart.places, range=[ACCENT, soft])
+    fills = alt.Scale(domain=chart.places, range=[ACCENT, "var(--page)"])
+    base = alt.Chart(alt.InlineData(values=rows)).encode(
+        x=alt.X("y:Q", title=title, axis=axis).scale(domain=[0, 1]),
+        y=alt.Y("line:N", sort=order, axis=None),
+    )
+    one = base.transform_filter(f"datum.place == '{first}'")
+    names = one.encode(x=alt.value(-label))
+    bold = alt.expr(f"datum.line == '{chart.bold}' ? 'bold' : 'normal'")
+    text: dict[str, Any] = {"align": "left", "baseline": "middle", "fontSize": font}
+    share, name = chart.mark
+    place = {"y": share, "name": f"{share:.0%}: {name}"}
+    mark = alt.Chart(alt.InlineData(values=[place])).encode(x="y:Q")
+    whole = alt.layer(
+        one.mark_rule(color="var(--rule)").encode(x=alt.value(0), x2=alt.value("width")),
+        mark.mark_rule(strokeDash=[2, 3], color=soft).encode(
+            y=alt.value(-17), y2=alt.value("height")
+        ),
+        mark.mark_text(color=soft, dx=4, **text).encode(y=alt.value(-11), text="name:N"),
+        base.mark_rule(strokeWidth=2).encode(
+            x="low:Q", x2="high:Q", color=alt.Color("place:N", scale=inks, legend=None)
+        ),
+        base.mark_point(size=80, strokeWidth=2, opacity=1).encode(
+            stroke=alt.Stroke("place:N", scale=inks, legend=legend),
+            fill=alt.Fill("place:N", scale=fills, legend=legend),
+            description="told:N",
+        ),
+        names.mark_text(
+            dy=alt.expr("datum.up"), fontWeight=bold, color="var(--text)", lineHeight=GAP, **text
+        ).encode(text="name:N"),
+        names.mark_text(dy=8, color=soft, **text).encode(text="note:N"),
+    )
+    whole = whole.resolve_scale(color="independent")
+    whole = whole.properties(width=width - label - 30, height=3 * font * len(order))
+    made = _styled(whole, font)
+    labels = {"labelColor": "var(--text)", "labelFontSize": font, "labelLimit": 0}
+    made["config"]["legend"] = labels
+    return made
+
+
+def _styled(chart: Any, font: float) -> Specification:
+    """The specification of a chart in the style of the page."""
     sizes = {"labelFontSize": font, "titleFontSize": font + 1}
-    made = whole.to_dict(validate=False) | {"config": STYLE | {"axis": STYLE["axis"] | sizes}}
+    made = chart.to_dict(validate=False) | {"config": STYLE | {"axis": STYLE["axis"] | sizes}}
     del made["$schema"]  # an address, which the page does not need
     return made | {"padding": {"top": 5, "left": 5, "bottom": 5, "right": 20}}
 
@@ -185,7 +258,7 @@ def static_svg(picture: Specification, prefix: str) -> str:
     return re.sub(r"<[^<>]+>", change, svg)  # tags alone: names may contain anything
 
 
-def for_print(chart: LineChart, palette: Palette) -> dict[str, bytes]:
+def for_print(chart: LineChart | DotChart, palette: Palette) -> dict[str, bytes]:
     """A chart in the colours of a light page, as the contents of files by their endings.
 
     All are `COLUMN` wide; the PNG has 400 pixels an inch.

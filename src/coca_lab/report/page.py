@@ -12,6 +12,7 @@ from coca_attention.errors import UserError
 from coca_lab.cells import Content
 from coca_lab.files import check_output, write_text
 from coca_lab.report.charts import Palette
+from coca_lab.report.checks import check_sections
 from coca_lab.report.groups import models_of, tell_apart, without_copies
 from coca_lab.report.result_files import (
     ResultFile,
@@ -80,7 +81,9 @@ def write_figures(contents: Sequence[Content], folder: str | Path) -> list[Path]
     folder.mkdir(parents=True, exist_ok=True)
     palette: Palette = {}
     written = []
-    for number, section in enumerate(page_sections(*tasks_and_runs(parsed(contents))), 1):
+    found = parsed(contents)
+    sections = check_sections(found) + page_sections(*tasks_and_runs(found))
+    for number, section in enumerate(sections, 1):
         if section.chart is None:
             continue
         words = re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-")
@@ -102,7 +105,7 @@ def build_report(contents: Sequence[Content], *, title: str | None = None) -> st
 
     found = parsed(contents)
     tasks, runs = tasks_and_runs(found)
-    sections = page_sections(tasks, runs)
+    sections = check_sections(found) + page_sections(tasks, runs)
     if not sections:
         others = {str(cell.get("task")) for file in found for cell in file.results}
         raise UserError(
@@ -134,11 +137,13 @@ def build_report(contents: Sequence[Content], *, title: str | None = None) -> st
     if len(studies) == 1:
         title = title or studies.pop()
     measured = " · ".join(REPORTS[name].title for name in tasks) or "Training"
+    if any(file.check for file in found):
+        measured = "Which method reads farther"
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     source = files("coca_lab.report").joinpath("page.html.j2").read_text(encoding="utf-8")
     return template.from_string(source).render(
         title=title or measured,
-        decisions=[file.decision for file in found if file.decision],
+        decisions=[file.check.decision for file in found if file.check],
         palettes={theme: drawing.colours(theme) for theme in drawing.INKS},
         failures=[each for file in found for each in file.failures.items()],
         groups=groups,

@@ -12,7 +12,17 @@ import yaml
 from pydantic import Field, ValidationError
 
 from coca_attention.errors import UserError
-from coca_lab.cells import AboveZero, Content, Integer, Name, Natural, Number, Record, Whole
+from coca_lab.cells import (
+    AboveZero,
+    CheckRecord,
+    Content,
+    Integer,
+    Name,
+    Natural,
+    Number,
+    Record,
+    Whole,
+)
 
 IN_FOLDERS = ("training.json", "results.json")
 """Of a run; of a study. Read first, and an error if damaged."""
@@ -79,12 +89,12 @@ class StudyRecord(Record):
 class ResultFile(Record):
     """A result file as a whole; its cells are looked at by their tasks.
 
-    ``decision`` says which method a check took, and why; ``failures``, of a study's models that
-    have no results, why.
+    ``check`` is of ``coca extend --check``; ``failures`` says of a study's models that have no
+    results, why.
     """
 
     file: str = ""
-    decision: str = ""
+    check: CheckRecord | None = None
     failures: dict[str, str] = {}
     results: list[Content] = []
     training: list[TrainingRun] = []

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coca_lab.report.charts import LineChart
+from coca_lab.report.charts import DotChart, LineChart
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Section:
     """
 
     title: str
-    chart: LineChart | None = None
+    chart: LineChart | DotChart | None = None
     header: Sequence[str | Entry] = ()
     rows: Sequence[Sequence[str | Entry]] = ()
     note: str = ""

@@ -130,8 +130,10 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, find
     assert f"Results: {results}" in said
     (content,) = read_results([tmp_path / "target"])
     caveats = [line for line in said.splitlines() if line.startswith("Beyond L it is not shown")]
-    assert caveats and content["decision"].split(". Beyond L")[0] + "." == decision
-    assert all(line in content["decision"] for line in caveats)
+    kept = content["check"]["decision"]
+    assert caveats and kept.split(". Beyond L")[0] + "." == decision
+    assert all(line in kept for line in caveats)
+    assert [each["word"] for each in content["check"]["readings"]] == [*words.values()]
     tables = printed_tables(content["results"])
     assert len(tables) > 2 and all(markdown_table(*each) in card for each in tables)
     identity = model_fingerprint(tmp_path / "target")

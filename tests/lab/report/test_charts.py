@@ -361,11 +361,15 @@ def test_the_picture_of_the_readmes_table_has_its_figures(figures):
     rows = {name: row[1:] for name, row in zip(names, cells, strict=True)}
     assert len(rows) == 7
     shown = {}
-    for row in figures.digits(RESULTS / "extend" / "results.json"):
-        assert row["low"] < row["percent"] < row["high"]
-        name = row["method"] + " (taken)" * (row["method"] == figures.TAKEN)
-        shown.setdefault(name, []).append(f"{row['percent']:.0f} %")
-        assert row["loses"] == ("of perplexity" in rows[name][0])
+    drawn = figures.chart_of_digits()
+    far, near = drawn.places
+    for place in (near, far):
+        for row in drawn.points[drawn.points["place"] == place].itertuples():
+            assert row.low < row.y < row.high
+            name = row.line + " (taken)" * (row.line == drawn.bold)
+            shown.setdefault(name, []).append(f"{row.y:.0%}".replace("%", " %"))
+            loses = drawn.notes.get(row.line) == "loses within L"
+            assert loses == ("of perplexity" in rows[name][0])
     assert shown == {name: said[1:3] for name, said in rows.items()}
     for narrow, theme in itertools.product((False, True), figures.INKS):
         svg = figures.picture_of_digits(figures.NARROW + 20 if narrow else figures.DIGITS_WIDE)

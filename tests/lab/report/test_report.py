@@ -89,7 +89,7 @@ def test_tables_fit_their_page_by_wrapping(tmp_path, undrawn):
         (eight, 1200, ["false", "false"]),
         (eight, 400, ["true", "true"]),
         (quickstart, 1000, ["false", "false"]),
-        (extend, 400, ["false"] * 5),
+        (extend, 400, ["false"] * 6),
     ):
         # In a frame, since Chromium's own windows have at least 500 pixels.
         page = escape(build_report(contents))
@@ -126,9 +126,17 @@ def test_headings_name_what_was_measured(undrawn):
     page = build_report([{"results": [*CELLS, passkey("a", 64, 2)], "training": [TRAINING]}])
     title = "Perplexity against context length · Passkey retrieval"
     assert f"<h1>{title}</h1>" in page and f"<title>{title}</title>" in page
-    decision = "leaky is taken: beyond L < 1.26"
-    page = build_report([{"results": CELLS, "decision": decision}])
-    assert re.search(r"</h1>\s*<p>leaky is taken: beyond L &lt; 1.26</p>", page)
+    share = {"value": 0.3, "ci95": [0.2, 0.4]}
+    reading = {"method": "leaky", "verdict": "loses 2 %", "perplexity": None, "runs_in": "vLLM"}
+    check = {"decision": "leaky is taken: beyond L < 1.26", "training_length": 1024}
+    for far in (None, share):
+        check["readings"] = [reading | {"back": share, "far": far, "taken": True}]
+        page = build_report([{"results": CELLS, "check": check}])
+        assert re.search(r"</h1>\s*<p>leaky is taken: beyond L &lt; 1.26</p>", page)
+        assert "<h1>Which method reads farther</h1>" in page
+        assert re.findall(r"<h2>(.*)</h2>", page)[0] == "Methods compared, L = 1,024 tokens"
+        assert ("Dots, a row a method" in page) == (far is not None)
+    assert "loses 2 %" in page and "<small>20% to 40%</small>" in page
     study = [{"results": CELLS, "study": {"title": "Four sizes"}}, {"results": CELLS}]
     assert "<h1>Four sizes</h1>" in build_report([study[0], *paper_figures()])
     assert "<h1>Perplexity against context length</h1>" in build_report(study[1:])

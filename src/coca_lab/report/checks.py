@@ -1,0 +1,79 @@
+"""What ``coca extend --check`` compared, as the first section of a page."""
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from coca_lab.cells import CheckRecord, Probability
+from coca_lab.report.charts import DotChart
+from coca_lab.report.result_files import ResultFile
+from coca_lab.report.section import Entry, Section
+
+GUESS = 0.1
+"""The probability of a digit that is guessed."""
+
+
+def check_sections(contents: Sequence[ResultFile]) -> list[Section]:
+    """For every check, its decision, chart and table."""
+    return [_section(file.check) for file in contents if file.check]
+
+
+def _section(check: CheckRecord) -> Section:
+    """The methods side by side."""
+    length = f"{check.training_length:,}"
+    header = ["method", "within L", f"a digit up to {length} tokens back", "farther back"]
+    rows = list[list[str | Entry]]()
+    for each in check.readings:
+        name = f"{each.method} (taken)" if each.taken else each.method
+        method = Entry(name, f"runs in {each.runs_in}", bold=each.taken)
+        rows.append([method, each.verdict, _entry(each.back), _entry(each.far)])
+    note = (
+        f"L is {length} tokens, the training length; losses within L are against the model as it "
+        "is. A digit's probability is a geometric mean over the numbers hidden in texts of more "
+        "than L tokens. Small, and lines of the chart: 95 % intervals over documents."
+    )
+    return Section(
+        f"Methods compared, L = {length} tokens",
+        chart=check_chart(check),
+        header=header,
+        rows=rows,
+        note=note,
+    )
+
+
+def check_chart(check: CheckRecord) -> DotChart | None:
+    """Two dots for every method; None where no number was hidden farther back than L."""
+    length = f"{check.training_length:,}"
+    far = f"farther back than {length} tokens"
+    near = f"up to {length} tokens back"
+    points = []
+    notes = {}
+    for each in check.readings:
+        for place, found in ((far, each.far), (near, each.back)):
+            if found is None:
+                return None
+            low, high = found.ci95 or (found.value, found.value)
+            points.append(
+                {"line": each.method, "place": place, "y": found.value, "low": low, "high": high}
+            )
+        if each.taken:
+            notes[each.method] = "taken"
+        elif each.word == "loses":
+            notes[each.method] = "loses within L"
+    return DotChart(
+        pd.DataFrame(points),
+        x="probability of a digit of a hidden number",
+        places=(far, near),
+        notes=notes,
+        bold=next((each.method for each in check.readings if each.taken), ""),
+        mark=(GUESS, "a guess"),
+    )
+
+
+def _entry(found: Probability | None) -> str | Entry:
+    """A probability with its interval."""
+    if found is None:
+        return "–"
+    low, high = found.ci95 or (None, None)
+    interval = "" if low is None or high is None else f"{low:.0%} to {high:.0%}"
+    return Entry(f"{found.value:.0%}", interval)
