@@ -18,6 +18,7 @@ from coca_attention.models.configuration import (
 from coca_attention.models.conversion import Conversion
 from coca_attention.models.methods import DEFAULTS, METHODS, extend_context, extended_lengths
 from coca_lab.cli.console import ProgressBar, markdown_table, print_table
+from coca_lab.cli.generate import generate_words
 from coca_lab.cli.parsing import as_typed_in
 from coca_lab.engine import Engine
 from coca_lab.environment import describe_environment
@@ -114,7 +115,7 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
     )
     if cost := METHODS[chosen.method].cost(length):
         print(cost)
-    print(f"Next: coca generate {target} PROMPT, coca serve {target}")
+    print(f"Next: {generate_words(target)}, coca serve {target}")
 
 
 def _say_what_is_taken(wanted: ExtendSettings, method: MethodName, length: int, to: int) -> None:
