@@ -174,6 +174,7 @@ def test_a_size_that_does_not_fit_is_told_with_what_to_do(
     (folder / "config.json").write_text(json.dumps(config | {field: value}))
     said = refused(command, folder)
     assert message in said and "validation error" not in said.lower()
+    assert said.startswith(f"coca: error: {folder}: ")  # the model's name is said once
 
 
 @pytest.mark.parametrize("command", COMMANDS)
