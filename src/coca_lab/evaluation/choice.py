@@ -16,7 +16,7 @@ from coca_lab.intervals import DocumentScore, differences, mean_nats, nats_inter
 from coca_lab.settings.commands import Margins
 
 RULE = (
-    "Within L, the training length, a method has no loss shown if the 95 % interval of its loss "
+    "Within L, the training length, a method has no loss shown if the 95% interval of its loss "
     "ends below the margin at every length, in perplexity and in needles, which are numbers hidden "
     "in the text. It loses if an interval lies above 0, and does not end below the margin. "
     "Otherwise the documents cannot tell. "

@@ -214,7 +214,7 @@ def length_section(frame: Frame, measure: Measure, title: str, caption: str) -> 
         header.append(name)
         rows = [[*row, by_line.get(str(row[0]), "–")] for row in rows]
         caption += (
-            " Last column: over the same documents, with paired 95 % intervals; those that have "
+            " Last column: over the same documents, with paired 95% intervals; those that have "
             f"{1 if measure.ratios else 0} show no difference."
         )
     drawn = chart.drawn()["line"].nunique()
