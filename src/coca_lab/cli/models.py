@@ -47,7 +47,7 @@ MEASURED = {"distances": 16, "frequencies": 16, "weights": 64}
 """T / L up to which methods of a kind were measured: 4,096 tokens of models made for 256
 (results/extension), and a temperature in their queries 16,384 (results/retrieval)."""
 
-BRACKETS = "Below, a number in brackets behind a method is T / L, how much farther it reads."
+BRACKETS = "Below, a number in brackets after a method is T / L: how many times L it reads."
 
 
 def convert_command(path: str, target: str, wanted: Conversion, folder: FolderSettings) -> None:
@@ -198,7 +198,7 @@ def _compare(
         (taken,) = methods
         (read,) = choice.others
         said = read.verdict(choice.base, choice.margins)
-        reason = f"{taken.method} was named, so it is written; by the check: {said}."
+        reason = f"{taken.method} is written because it was named; the check says: {said}."
     for line in (reason, *choice.warnings):
         print(line)
     tables = printed_tables(found.cells)
@@ -215,14 +215,14 @@ def _compare(
         for method, error in refused.items():
             print(f"Not measured: {method} ({error})")
         named = [f"{row.name} ({row.left_out})" for row in METHODS.values() if row.left_out]
-        print(f"Not measured unless named by --method: {', '.join(named)}")
+        print(f"Not measured unless named with --method: {', '.join(named)}")
     if taken is None:  # there is no card
         print(BRACKETS)
         for table in tables:
             print_table(*table)
         print(RULE)
         raise UserError(
-            "no method is taken, so nothing is written: name one by --method, or let more "
+            "no method is taken, so nothing is written: name one with --method, or let more "
             "documents decide (--check-documents)"
         )
     print("The rule and all tables are in the model card, README.md.")

@@ -54,7 +54,7 @@ def measurements_of(
                     with error_prefix(f"model {model.name}: {task.name}: "):
                         if plan.endpoint and not (task.endpoint and method.method == "none"):
                             raise UserError(
-                                "an endpoint answers prompts and reads needles, without a method"
+                                "`endpoint` is for tasks of prompts or needles, without a method"
                             )
                         found = task.measurements(model, settings, method)
                     measurements += found
