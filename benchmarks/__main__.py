@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.cases import CASES
-from benchmarks.tables import tables
+from benchmarks.tables import print_tables
 from benchmarks.timing import interleaved
 from coca_attention.errors import UserError
 from coca_lab.engine import import_extensions
@@ -88,9 +88,7 @@ def main(words: Sequence[str] | None = None) -> None:
     options = {**vars(settings), "output": str(settings.output)}
     content = {"settings": options, "environment": describe_environment()}
     write_json(settings.output, {"results": cells, **content})
-    for table in tables(cells):
-        print(table)
-    print(f"Results: {settings.output}")
+    print_tables([settings.output])
 
 
 if __name__ == "__main__":

@@ -67,11 +67,11 @@ def entry(variant: Cell, first: bool) -> str:
     return f"{variant['ratio']:.2f} × ({low:.2f}–{high:.2f})"
 
 
-def main(paths: Sequence[str]) -> None:
-    """Print the tables of files."""
+def print_tables(paths: Sequence[str | Path]) -> None:
+    """Print the names and the tables of files."""
     for path in paths:
         print(path, *tables(read_json(Path(path))["results"]), sep="\n\n", end="\n\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    print_tables(sys.argv[1:])

@@ -11,8 +11,7 @@ import torch
 
 from benchmarks import cases, compare, gpu_check
 from benchmarks.__main__ import main, measure, parser
-from benchmarks.tables import main as print_tables
-from benchmarks.tables import tables
+from benchmarks.tables import print_tables, tables
 from benchmarks.timing import Variant, interleaved
 from coca_attention import ops
 from coca_attention.errors import UserError
@@ -196,7 +195,8 @@ def test_tables_by_hand(cells):
 def test_the_command(capsys, tmp_path):
     words = "--cases operator --lengths 32 64 --heads 2 --rounds 3 --head-width 8 --kv-heads 1"
     main([*words.split(), "--longest-contraction", "32", "--output", str(tmp_path / "b.json")])
-    assert "CoCA slack" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "CoCA slack" in said and str(tmp_path / "b.json") in said
     content = json.loads((tmp_path / "b.json").read_text())
     assert [cell["length"] for cell in content["results"]] == [32, 64]
     has_matrix = [cases.CONTRACTION in cell["variants"] for cell in content["results"]]

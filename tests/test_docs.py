@@ -144,6 +144,8 @@ def test_the_page_of_an_own_model_trains_compiles_and_caches(backend, monkeypatc
 
 def test_the_readmes_commands_run_and_print_what_it_shows(workplace, capsys):
     """The extended model is MODEL, of 160 tokens in place of SmolLM2's, and loads in a pipeline."""
+    template = Path("MODEL", "chat_template.jinja")
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     (extend,) = (block for block in blocks(README, "sh") if "# Method:" in block)
     command, *shown = extend.splitlines()
     smaller = command.replace("12288", "240").replace(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -288,9 +289,15 @@ def check_safetensors(path: str | Path) -> None:
 def _brief(error: Exception) -> str:
     if isinstance(error, KeyError):
         return f"Transformers {transformers.__version__} does not know, or does not find, {error}"
-    text = " ".join(str(error).split()) or type(error).__name__
+    is_of_values = isinstance(error, StrictDataclassError)  # whose cause says of which
+    reason = error.__cause__ if is_of_values and error.__cause__ else error
+    text = " ".join(str(reason).split()).rstrip(".") or type(error).__name__
     if "not a valid JSON file" in text:
         return "its config.json is damaged: download or save it again"
     if "no file named" in text:
         return "its folder has no weights, model.safetensors: download or save it again"
-    return text if len(text) < 300 else text[:300] + " …"
+    text = text if len(text) < 300 else text[:300] + " …"
+    # What a size of 0 or below leads to when the model is made, before any weights are read.
+    if is_of_values or isinstance(error, ArithmeticError | IndexError) or "negative dim" in text:
+        return f"its config.json has a wrong value ({text}): correct it, or copy the file again"
+    return text

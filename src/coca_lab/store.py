@@ -41,7 +41,7 @@ class Store:
 
     def _damaged(self, why: object) -> UserError:
         text = " ".join(str(why).split())
-        return UserError(f"{self.path} is damaged ({text}); delete it to repeat the whole work")
+        return UserError(f"{self.path} is damaged ({text}); delete it to measure everything again")
 
     def __len__(self) -> int:
         return self._one("SELECT count(*) FROM done")[0]

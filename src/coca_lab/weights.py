@@ -199,28 +199,28 @@ def model_of_headers(
 def check_loaded(path: str | Path, info: Mapping[str, Any]) -> None:
     """Raise UserError if a model and its files differ, from Transformers' ``loading_info``."""
     unknown = sorted(name for name in info["unexpected_keys"] if not OLD_BUFFERS.search(name))
-    missing, problems = sorted(info["missing_keys"]), list[str]()
+    missing, shapes = sorted(info["missing_keys"]), sorted(info["mismatched_keys"])
+    problems = list[str]()
     if unknown:
-        hints = (hint for part, hint in HINTS.items() if any(re.search(part, n) for n in unknown))
-        hint = next(hints, "check that config.json is that of these weights")
         problems.append(
             f"the model of config.json does not have all tensors of the weight files: "
-            f"{len(unknown)} more, for example {unknown[0]} ({hint})"
+            f"{len(unknown)} more, for example {unknown[0]}"
         )
     if missing:
         problems.append(
             f"{len(missing)} of the model's tensors are missing from the weight files, for "
             f"example {missing[0]}, and would be random"
         )
-    shapes = sorted(info["mismatched_keys"])
     if shapes:
         name, found, expected = shapes[0]
         problems.append(
-            f"weights have other shapes than its configuration says: {len(shapes)}, for example "
-            f"{name} with {tuple(found)}, expected {tuple(expected)}"
+            f"{len(shapes)} tensors of the weight files have other shapes than config.json gives, "
+            f"for example {name} with {tuple(found)} in place of {tuple(expected)}"
         )
     if problems:
-        raise UserError(f"{path}: {'; '.join(problems)}")
+        hints = (hint for part, hint in HINTS.items() if any(re.search(part, n) for n in unknown))
+        hint = next(hints, "copy config.json and the weight files again, from one model")
+        raise UserError(f"{path}: {'; '.join(problems)}: {hint}")
 
 
 def check_are_numbers(path: str | Path, tensors: Mapping[str, Tensor]) -> None:

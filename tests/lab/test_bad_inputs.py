@@ -215,7 +215,7 @@ CASES = {
     "rope_type": (perplexity(make=lambda p: p.configured(rope_scaling={
         "rope_type": "hyperrope", "factor": 2.0})), "hyperrope"),
     "shapes": (perplexity(make=lambda p: p.configured(intermediate_size=72)),
-               "weights have other shapes than its configuration says"),
+               "have other shapes than config.json gives"),
     # Evaluations.
     "factor alone": (perplexity("--factor", "8"), "--factor is for a method"),
     "factor of generate": (generate("x", "--factor", "8"), "--factor is for a method"),

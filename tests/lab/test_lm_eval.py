@@ -122,7 +122,7 @@ def test_a_part_of_the_questions_is_no_column_beside_all(tmp_path):
     assert notes == [
         "lm-evaluation-harness 0.4.13.",
         "lm-evaluation-harness 0.4.13. At most 10 questions per task.",
-        "lm-evaluation-harness 0.4.13. 10 % of the questions of each task.",
+        "lm-evaluation-harness 0.4.13. 10% of the questions of each task.",
     ]
 
 

@@ -84,7 +84,7 @@ DAMAGES = {
     "a layer missing": (without("layers.1."), "tensors are missing from the weight files"),
     "a layer more": (with_a_layer_more, "more, for example model.layers.2."),
     "head missing": (without("lm_head"), "example lm_head.weight, and would be random"),
-    "embeddings": (changed(EMBEDDINGS, lambda x: x[:-4].clone()), "other shapes than its config"),
+    "embeddings": (changed(EMBEDDINGS, lambda x: x[:-4].clone()), "other shapes than config.json"),
     "adapter names": (as_adapter, "they are of an adapter: merge it"),
     "scales": (with_scales, "no quantization_config"),
     "float8": (in_float8, "no quantization_config"),
@@ -143,6 +143,38 @@ def test_weights_of_another_model_are_refused_by_every_command(
     folder = shutil.copytree(sound, tmp_path / "model")
     rewrite(folder, change)
     assert message in refused(command, folder)
+
+
+@pytest.mark.parametrize("command", ["yarn", "perplexity"])
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("vocab_size", 280, "lm_head.weight with (300, 32) in place of (280, 32): copy"),
+        ("vocab_size", 0, "config.json has a wrong value (index 0"),
+        ("hidden_size", 48, "lm_head.weight with (300, 32) in place of (300, 48): copy"),
+        ("hidden_size", 30, "wrong value (The hidden size (30) is not a multiple of the number of"),
+        ("hidden_size", "32", "wrong value (Field 'hidden_size' expected int, got str"),
+        ("intermediate_size", 63, "down_proj.weight with (32, 64) in place of (32, 63): copy"),
+        ("intermediate_size", -1, "wrong value (Trying to create tensor with negative dimension"),
+        ("num_hidden_layers", 1, "9 more, for example model.layers.1.input_layernorm.weight: copy"),
+        (
+            "num_hidden_layers",
+            3,
+            "layers.2.input_layernorm.weight, and would be random: copy",
+        ),
+        ("num_key_value_heads", 1, "k_proj.weight with (16, 32) in place of (8, 32): copy"),
+        ("num_key_value_heads", 0, "wrong value (integer division or modulo by zero): correct it"),
+    ],
+)
+def test_a_size_that_does_not_fit_is_told_with_what_to_do(
+    field, value, message, command, sound, tmp_path, refused
+):
+    folder = shutil.copytree(sound, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {field: value}))
+    said = refused(command, folder)
+    assert message in said and "validation error" not in said.lower()
+    assert said.startswith(f"coca: error: {folder}: ")  # the model's name is said once
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -6,6 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import studies.verdict  # noqa: F401 (registers baseline_llama)
+from coca_attention.models.configuration import attention_of
 from coca_lab.studies import load_study
 from coca_lab.training.model import model_config
 from studies.pages import BEGIN, END
@@ -23,6 +24,7 @@ def test_arms_have_equal_caches_and_parameters(tmp_path):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(model_config(recipe, recipe.data.vocab_size))
         sizes.append(sum(p.numel() for p in model.parameters()))
+        assert attention_of(model.config) is None  # cells do not claim that it is rotary
         layers = [layer.self_attn for layer in model.model.layers]
         assert [layer.cache_numbers for layer in layers] == [96, 96, 96], arm
         assert len(layers) == 3 and all(layer.value_width == 16 for layer in layers)

@@ -115,7 +115,9 @@ def attention_of(config: PreTrainedConfig) -> str | None:
         return config.coca_form
     if config.model_type == "alibi_gpt_neox" or getattr(config, "alibi", False):
         return "alibi"
-    return ROTARY if getattr(config, "rope_parameters", None) else None
+    # Another's class may have Llama's fields and an attention of its own.
+    is_stock = type(config).__module__.startswith("transformers.")
+    return ROTARY if is_stock and getattr(config, "rope_parameters", None) else None
 
 
 def extension_of(config: PreTrainedConfig) -> dict[str, Any] | None:

@@ -2,6 +2,8 @@
 
 import io
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from transformers import TextStreamer, set_seed
@@ -55,3 +57,12 @@ def generate_command(path: str, prompt: str, settings: GenerateSettings) -> None
         )
     if not streams:
         print(tokenizer.decode(ids[before if settings.chat else 0 :], skip_special_tokens=True))
+
+
+def generate_words(folder: str | Path) -> str:
+    """The command that tries a model, in its tokenizer's chat template if it has one."""
+    words = f"coca generate {folder} PROMPT"
+    with suppress(UserError):  # no tokenizer, or no chat template
+        chat_text(load_tokenizer(folder), "PROMPT")
+        words += " --chat"
+    return words

@@ -19,6 +19,7 @@ from coca_attention.models.conversion import Conversion
 from coca_attention.models.methods import DEFAULTS, METHODS, extend_context, extended_lengths
 from coca_lab.cells import CheckRecord
 from coca_lab.cli.console import ProgressBar, markdown_table, print_table
+from coca_lab.cli.generate import generate_words
 from coca_lab.cli.parsing import as_typed_in
 from coca_lab.engine import Engine
 from coca_lab.environment import describe_environment
@@ -53,7 +54,7 @@ MEASURED = {"distances": 16, "frequencies": 16, "weights": 64}
 """T / L up to which methods of a kind were measured: 4,096 tokens of models made for 256
 (results/extension), and a temperature in their queries 16,384 (results/retrieval)."""
 
-BRACKETS = "Below, a number in brackets behind a method is T / L, how much farther it reads."
+BRACKETS = "Below, a number in brackets after a method is T / L: how many times L it reads."
 
 
 def convert_command(path: str, target: str, wanted: Conversion, folder: FolderSettings) -> None:
@@ -121,7 +122,7 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
     )
     if cost := METHODS[chosen.method].cost(length):
         print(cost)
-    print(f"Next: coca generate {target} PROMPT, coca serve {target}")
+    print(f"Next: {generate_words(target)}, coca serve {target}")
 
 
 def _say_what_is_taken(wanted: ExtendSettings, method: MethodName, length: int, to: int) -> None:
@@ -204,7 +205,7 @@ def _compare(
         (taken,) = methods
         (read,) = choice.others
         said = read.verdict(choice.base, choice.margins)
-        reason = f"{taken.method} was named, so it is written; by the check: {said}."
+        reason = f"{taken.method} is written because it was named; the check says: {said}."
     for line in (reason, *choice.warnings):
         print(line)
     tables = printed_tables(found.cells)
@@ -224,14 +225,14 @@ def _compare(
         for method, error in refused.items():
             print(f"Not measured: {method} ({error})")
         named = [f"{row.name} ({row.left_out})" for row in METHODS.values() if row.left_out]
-        print(f"Not measured unless named by --method: {', '.join(named)}")
+        print(f"Not measured unless named with --method: {', '.join(named)}")
     if taken is None:  # there is no card
         print(BRACKETS)
         for table in tables:
             print_table(*table)
         print(RULE)
         raise UserError(
-            "no method is taken, so nothing is written: name one by --method, or let more "
+            "no method is taken, so nothing is written: name one with --method, or let more "
             "documents decide (--check-documents)"
         )
     print("The rule and all tables are in the model card, README.md.")

@@ -193,9 +193,9 @@ def check_values(command: str, values: list[Any]) -> None:
 def check_extension(wanted: ExtendSettings, check: CheckSettings) -> None:
     """Raise UserError for options of ``coca extend`` without the one that they need."""
     if wanted.options and wanted.method == "auto":
-        raise UserError("`options` are those of one method: name it by --method")
+        raise UserError("`options` are those of one method: name it with --method")
     if wanted.near and wanted.method == "auto" and not check.check:
-        raise UserError("`near` is for some methods: name one by --method, such as limited")
+        raise UserError("`near` is for some methods: name one with --method, such as limited")
     if not check.check and check != CheckSettings():
         raise UserError(
             "what is measured, and on what, is said beside --check TEXT, which is missing"

@@ -62,6 +62,7 @@ def train_command(recipe: str, overrides: list[str], chosen: Namespace) -> None:
     # Takes seconds to import, for which the list of recipes need not wait.
     from accelerate import PartialState
 
+    from coca_lab.cli.generate import generate_words
     from coca_lab.training import is_finished, read_summary, train
     from coca_lab.training.run import what_was_kept
 
@@ -81,4 +82,4 @@ def train_command(recipe: str, overrides: list[str], chosen: Namespace) -> None:
     kept = what_was_kept(summary)
     if kept:
         print(kept)
-    print(f"Next: coca generate {folder} PROMPT, coca eval passkey {folder}, coca report {folder}")
+    print(f"Next: {generate_words(folder)}, coca eval passkey {folder}, coca report {folder}")

@@ -169,15 +169,15 @@ def measurements_of_check(
         )
     documents = len(hidden[lengths[-1]])
     log.info(
-        "documents of more than %s tokens: %d, of at most %d to read (`check_documents`)",
-        f"{lengths[-1]:,}",
+        "documents to read: %d of more than %s tokens (at most %d: `check_documents`)",
         documents,
+        f"{lengths[-1]:,}",
         settings.check_documents,
     )
     if decides and documents < 2:
         log.warning(
-            "1 document of %s tokens says nothing about methods that change texts of up to L "
-            "tokens: give at least 2, on which intervals are computed",
+            "1 document of %s tokens cannot show whether a method loses within L: give at least "
+            "2, from which intervals are computed",
             f"{lengths[-1]:,}",
         )
     tasks = [

@@ -16,14 +16,14 @@ from coca_lab.intervals import DocumentScore, differences, mean_nats, nats_inter
 from coca_lab.settings.commands import Margins
 
 RULE = (
-    "Within L, the training length, a method has no loss shown if the 95 % interval of its loss "
+    "Within L, the training length, a method has no loss shown if the 95% interval of its loss "
     "ends below the margin at every length, in perplexity and in needles, which are numbers hidden "
     "in the text. It loses if an interval lies above 0, and does not end below the margin. "
     "Otherwise the documents cannot tell. "
     "Beyond L, the methods that show no loss are compared by the probability that they give "
     "to the digits of the needles. If the documents show no difference between the best and "
-    "others, the one of them that most engines run without this package is taken; none where "
-    "no method finds them."
+    "others, the one of them that most engines run without this package is taken. If no method "
+    "finds them, none is taken."
 )
 
 
@@ -264,11 +264,11 @@ class Choice:
         best = self.best
         taken = self.taken
         if best is None:
-            return 'Of no method is "no loss shown" within L, so none is taken.'
+            return 'No method has "no loss shown" within L, so none is taken.'
         if taken is None:
             return (
                 "No method that shows no loss within L finds the numbers beyond L, so none is "
-                f"taken: the best, {best.method}, has {_digit(best.far)}, a guess {GUESS:.2f}."
+                f"taken: the best, {best.method}, has {_digit(best.far)}; a guess has {GUESS:.2f}."
             )
         said = f"{taken.method} is taken: beyond L it has {_digit(taken.far)}"
         if taken is not best:
@@ -289,27 +289,28 @@ class Choice:
         near = [mean_nats(scores) for scores in self.base.near.values()]
         if near and min(near) > GUESS:
             said.append(
-                f"The model finds no numbers within L either: {min(near):.2f} nats a digit, where "
-                f"a guess has {GUESS:.2f}. Needles say nothing about it."
+                f"The model does not find numbers even within L: {min(near):.2f} nats a digit, "
+                f"where a guess has {GUESS:.2f}. So needles cannot compare methods for it."
             )
         taken = self.taken
         if taken is None:
             return said
         if not _above_zero(differences(self.base.far, taken.far)):
             said.append(
-                f"Beyond L it is not shown that {taken.method} is better than the model as it is, "
-                f"which has {_digit(self.base.far)} and may have been made for longer texts than L."
+                f"The documents do not show that beyond L {taken.method} is better than the model "
+                f"as it is, which has {_digit(self.base.far)} and may have been made for longer "
+                "texts than L."
             )
         if not _above_zero(differences(self.alone.far, taken.far)):
             said.append(
-                f"Beyond L it is not shown that {taken.method} is better than the "
+                f"The documents do not show that beyond L {taken.method} is better than the "
                 f"{self.alone.method}."
             )
         lost = differences(taken.back, self.alone.back)
         if _above_zero(lost):
             said.append(
-                f"In longer texts numbers up to L back cost {taken.method} {mean_nats(lost):.2f} "
-                f"nats a digit more than the {self.alone.method}."
+                f"In longer texts, numbers up to L back have {mean_nats(lost):.2f} nats a digit "
+                f"more with {taken.method} than with the {self.alone.method}."
             )
         for name, read in {"model as it is": self.base, self.alone.method: self.alone}.items():
             lost = differences(taken.whole, read.whole)

@@ -149,7 +149,10 @@ def _read(model: Model, method: MethodSettings, name: str, text: NeedleText) -> 
     nats = F.cross_entropy(logits, targets, reduction="none").double()
     likeliest = logits.argmax(-1) == targets
     if nats.isnan().any():
-        raise UserError(f"{model.name} returns NaN for document {name!r}: try float32")
+        raise UserError(
+            f"the model returns NaN for document {name!r}: its weights are damaged, or its "
+            "precision overflows (try float32)"
+        )
     return [
         TokenReading(log_probability, is_likeliest)
         for log_probability, is_likeliest in zip((-nats).tolist(), likeliest.tolist(), strict=True)

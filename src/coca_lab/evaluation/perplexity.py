@@ -188,7 +188,7 @@ def _measure_cell(model: Model, reading: WindowReading) -> Measurement:
     lengths = [len(document.tokens) for document in reading.documents]
     windows = windows_of(lengths, reading.window, reading.stride, reading.first)
     costs = [window.inputs for _, window in windows]
-    label = f"{model.name} {reading.scaled['scaling']} {reading.window:,}"
+    label = " ".join((model.name, *reading.method.words, f"perplexity {reading.window:,}"))
     items = [
         Item([[key, start, stop]], work, [(start, stop)], sum(costs[start:stop]), label)
         for start, stop in cut(costs)

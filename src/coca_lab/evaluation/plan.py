@@ -54,7 +54,7 @@ def measurements_of(
                     with error_prefix(f"model {model.name}: {task.name}: "):
                         if plan.endpoint and not (task.endpoint and method.method == "none"):
                             raise UserError(
-                                "an endpoint answers prompts and reads needles, without a method"
+                                "`endpoint` is for tasks of prompts or needles, without a method"
                             )
                         found = task.measurements(model, settings, method)
                     measurements += found
@@ -69,18 +69,21 @@ def open_models(plan: Plan, paths: Mapping[str, str], texts: Texts) -> list[Mode
         usable_device(str(plan.device))
     models = []
     for name, path in paths.items():
-        with error_prefix(f"model {name}: "):
+        prefix = f"model {name}: "
+        # What cannot be loaded is told with its path, which often ends in the name.
+        with error_prefix("" if name in (path, Path(path).name) else prefix):
             if plan.endpoint:
                 endpoint = Endpoint(plan.endpoint, name, plan.requests, plan.timeout)
                 model = served_model(path, endpoint)
             else:
                 model = open_model(path, name, plan.dtype, plan.device)
-            tokenizer: Any = model.tokenizer
-            rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else path
-            rules = f"{rules} {tokenizer.bos_token_id} {tokenizer.eos_token_id}"
+        tokenizer: Any = model.tokenizer
+        rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else path
+        rules = f"{rules} {tokenizer.bos_token_id} {tokenizer.eos_token_id}"
+        with error_prefix(prefix):
             for method in plan.methods_of(name) if not plan.endpoint else ():
                 method.parameters(model.module, 1)
-            models.append(replace(model, texts=texts.setdefault(rules, {})))
+        models.append(replace(model, texts=texts.setdefault(rules, {})))
     return models
 
 

@@ -157,8 +157,8 @@ def _one_a_place(frame: Frame, geometric: bool) -> Frame:
     for row in once[once["y_x"] != once["y_y"]].itertuples():
         files = " and ".join(dict.fromkeys([row.cell_y.file, row.cell_x.file])) or "the results"
         raise UserError(
-            f"{files}: {row.model} ({row.scaling}) at {row.x} tokens twice with different "
-            "figures; give one of them, or evaluate with --name"
+            f"{files}: two different figures of {row.model} ({row.scaling}) at {row.x} tokens: "
+            "give one of them, or name a model otherwise by coca eval --name"
         )
     several = frame.join(seeds, on=place).query("seeds > 1").groupby(place)["y"]
     first = first.set_index(place)
@@ -214,7 +214,7 @@ def length_section(frame: Frame, measure: Measure, title: str, caption: str) -> 
         header.append(name)
         rows = [[*row, by_line.get(str(row[0]), "–")] for row in rows]
         caption += (
-            " Last column: over the same documents, with paired 95 % intervals; those that have "
+            " Last column: over the same documents, with paired 95% intervals; those that have "
             f"{1 if measure.ratios else 0} show no difference."
         )
     drawn = chart.drawn()["line"].nunique()

@@ -84,7 +84,7 @@ def perplexity_sections(cells: Sequence[Perplexity]) -> list[Section]:
     copies = [point for cell in cells for point in _copies(cell)]
     if copies:
         sections += length_sections(
-            frame_of(copies, short), short, "Small: 95 % intervals over documents."
+            frame_of(copies, short), short, "Small: 95% intervals over documents."
         )
     positions = [
         point
@@ -118,7 +118,7 @@ def _intervals_over(counts: Sequence[int]) -> str:
     """What the intervals of cells with so many documents each are of."""
     count = min(counts)
     rough = f", fewer than {FEW_DOCUMENTS}: rough" if count < FEW_DOCUMENTS else ""
-    return f"Small: 95 % intervals over documents ({count:,}{rough})."
+    return f"Small: 95% intervals over documents ({count:,}{rough})."
 
 
 def _copies(cell: Perplexity) -> Iterator[Point]:
@@ -279,7 +279,7 @@ def prompts_caption(cells: Sequence[Prompts]) -> str:
     caption = seeds_caption(cells)
     if caption:
         return caption
-    caption = "Small: Wilson’s 95 % intervals."
+    caption = "Small: Wilson’s 95% intervals."
     if all(cell.samples for cell in cells):
         caption += f" Prompts: {ends(len(cell.samples) for cell in cells)} each."
     first = cells[0]
@@ -313,7 +313,7 @@ def harness_sections(cells: Sequence[Harness]) -> list[Section]:
     limit = cells[0].limit
     asked = "" if limit is None else f" At most {limit:g} questions per task."
     if limit is not None and limit < 1:
-        asked = f" {100 * limit:.3g} % of the questions of each task."
+        asked = f" {100 * limit:.3g}% of the questions of each task."
     note = f"lm-evaluation-harness {cells[0].harness}.{asked}"
     return [Section("Short context", header=["model", *table.columns], rows=rows, note=note)]
 

@@ -52,14 +52,14 @@ class TextSettings(SourceSettings):
     max_tokens: PositiveInt | None = None
     """Truncate every document to this many tokens."""
     skip_short: bool | None = None
-    """Skip documents shorter than the largest window instead of reporting an error; by default
-    those of stdlib, whose files are mostly short, and no others."""
+    """Skip documents shorter than the largest window or length instead of reporting an error; by
+    default those of stdlib, whose files are mostly short, and no others."""
 
 
 def check_text(settings: TextSettings, at_least: int) -> None:
     """Raise UserError unless the documents may have ``at_least`` tokens."""
     if settings.max_tokens is not None and settings.max_tokens < at_least:
         raise UserError(
-            f"`max_tokens` cuts documents to {settings.max_tokens} tokens and the largest window "
-            f"needs {at_least}: increase `max_tokens`, or use smaller windows"
+            f"`max_tokens` cuts documents to {settings.max_tokens} tokens, and at least {at_least} "
+            "are needed: raise `max_tokens`, or ask for shorter texts"
         )

@@ -103,7 +103,7 @@ class Study(StudySettings):
             valid = isinstance(seeds, list) and all(isinstance(x, int) and x >= 0 for x in seeds)
             if not valid or not seeds or len(set(seeds)) < len(seeds):
                 raise UserError(
-                    f"seeds must be different numbers from 0, at least one, got {seeds}"
+                    f"seeds must be one or more different whole numbers from 0 on, got {seeds}"
                 )
             if "path" in options:
                 trial = Trial(name, size, output, plan, **_ready_model(self.models[name]))

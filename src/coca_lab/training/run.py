@@ -338,7 +338,7 @@ def what_was_kept(summary: Summary) -> str:
     if not start or not curve:
         return ""
     last = curve[-1]
-    parts = [f"perplexity {100 * (last['perplexity'] / start['perplexity'] - 1):+.1f} %"]
+    parts = [f"perplexity {100 * (last['perplexity'] / start['perplexity'] - 1):+.1f}%"]
     before = start.get("retrieval", {})
     for name, asks in summary.get("retrieval", {}).items():
         count = asks["prompts"]

@@ -94,7 +94,7 @@ def test_a_wrong_path_waits_for_no_large_import(tmp_path):
         "expected hf:NAME, hf:": [["train", "native-1m", "--validation.source", "hf:"]],
         "nope: no such study": [["study", "nope"]],
         "nope: no such recipe": [["train", "nope"]],
-        "name one by --method": [["extend", model, "x", "--near", "8"]],
+        "name one with --method": [["extend", model, "x", "--near", "8"]],
         "--form is missing": [["convert", model, "x"]],
     }  # fmt: skip
     words = [each for several in wrong.values() for each in several]

@@ -146,7 +146,7 @@ def test_the_best_beyond_is_taken_among_those_that_show_no_loss():
     assert losing.word(base, Margins()) == "loses"
     none = choice_of(base, losing)
     assert none.taken is None
-    assert none.reason == 'Of no method is "no loss shown" within L, so none is taken.'
+    assert none.reason == 'No method has "no loss shown" within L, so none is taken.'
 
 
 def test_methods_that_the_documents_do_not_part_are_decided_by_engines():
@@ -160,10 +160,12 @@ def test_methods_that_the_documents_do_not_part_are_decided_by_engines():
 def test_a_model_that_finds_nothing_is_said_to_say_nothing():
     base = read("base", [2.4, 2.5, 2.6], near=2.4)
     choice = choice_of(base, read("yarn", [2.45, 2.55, 2.65], near=2.4))
-    assert f"a guess has {GUESS:.2f}. Needles say nothing about it." in choice.warnings[0]
+    assert (
+        f"a guess has {GUESS:.2f}. So needles cannot compare methods for it." in choice.warnings[0]
+    )
     assert choice.taken is None and choice.reason == (
         "No method that shows no loss within L finds the numbers beyond L, so none is taken: the "
-        f"best, yarn, has 2.65 nats a digit (probability 7%), a guess {GUESS:.2f}."
+        f"best, yarn, has 2.65 nats a digit (probability 7%); a guess has {GUESS:.2f}."
     )
     # Not even one that is the best by an interval.
     sure = replace(read("leaky", [2.40, 2.50, 2.60], near=2.4), engines=())
@@ -175,8 +177,8 @@ def test_what_longer_texts_cost_up_to_the_training_length_back_is_said():
     base = read("base", [2.4, 2.5, 2.6])
     (said,) = choice_of(base, read("yarn", [1.0, 1.1, 1.2], back=(0.6, 0.7, 0.65))).warnings
     assert said == (
-        "In longer texts numbers up to L back cost yarn 0.22 nats a digit more than the last 4,096 "
-        "tokens alone."
+        "In longer texts, numbers up to L back have 0.22 nats a digit more with yarn than with the "
+        "last 4,096 tokens alone."
     )
     level = read("yarn", [1.0, 1.1, 1.2], back=(0.3, 0.7, 0.65), whole=(3.1, 3.1, 2.9))
     assert not choice_of(base, level).warnings
@@ -198,8 +200,8 @@ def test_a_model_that_needs_no_method_is_said_to():
     base = read("base", [0.9, 1.0, 1.1])
     (said,) = choice_of(base, read("yarn", [1.0, 1.1, 1.2])).warnings
     assert said == (
-        "Beyond L it is not shown that yarn is better than the model as it is, which has 1.10 nats "
-        "a digit (probability 33%) and may have been made for longer texts than L."
+        "The documents do not show that beyond L yarn is better than the model as it is, which has "
+        "1.10 nats a digit (probability 33%) and may have been made for longer texts than L."
     )
 
 

@@ -417,7 +417,7 @@ def test_needles_behind_a_server_are_those_of_the_model(capsys, model_folder, tm
         assert here["nats"] == pytest.approx(there["nats"], abs=1e-4)
         assert {**here, "nats": 0} == {**there, "nats": 0}
     code, _, err = run(capsys, *words, "--method", "yarn", "--endpoint", "http://localhost/v1")
-    assert code == 2 and "an endpoint answers prompts and reads needles, without a method" in err
+    assert code == 2 and "is for tasks of prompts or needles, without a method" in err
 
 
 # Commands
@@ -463,7 +463,7 @@ def test_what_is_no_prompt_is_not_asked(capsys, tokenizer, tmp_path):
     code, _, err = run(capsys, *words[:3], "--model", "m")
     assert code == 2 and "--model is what a server calls it: set --endpoint" in err
     code, _, err = run(capsys, *words, "--method", "yarn")
-    assert code == 2 and "an endpoint answers prompts and reads needles, without a method" in err
+    assert code == 2 and "is for tasks of prompts or needles, without a method" in err
 
 
 def assert_answers_alike(capsys, words, served, output):

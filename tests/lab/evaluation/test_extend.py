@@ -77,7 +77,7 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, find
     assert code == 0 and "warning" not in err, err
     assert "Training length: 160 tokens (max_position_embeddings; --length sets another)" in said
     assert "Not measured: temperature (a temperature is for layers without positions" in said
-    (left_out,) = re.findall(r"^Not measured unless named by --method: (.*)$", said, re.MULTILINE)
+    (left_out,) = re.findall(r"^Not measured unless named with --method: (.*)$", said, re.MULTILINE)
     assert "self_extend (leaky with rounded distances), string (" in left_out
     assert {"temperature", *re.findall(r"(\w+) \(", left_out)} == {
         name for name, row in ROWS.items() if row.folder
@@ -101,7 +101,7 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, find
     assert decision.startswith(f"{taken} is taken: ") and decision in card
     for text, shown in (
         ("| perplexity at (texts 1 of 2) |", False),
-        ("95 % interval", False),
+        ("95% interval", False),
         ("within L", True),
     ):
         assert text in card and (text.strip("| ") in said) == shown
@@ -118,7 +118,7 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, find
     after = lines[start + len(printed) + len(unclear) :]
     assert [line.partition(":")[0] for line in after[:2]] == [
         "Not measured",
-        "Not measured unless named by --method",
+        "Not measured unless named with --method",
     ]
     assert f", {taken}, for texts of {TO} tokens; runs in Tr" in said
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
@@ -129,9 +129,9 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, find
     results = tmp_path / "target" / "results.json"
     assert f"Results: {results}" in said
     (content,) = read_results([tmp_path / "target"])
-    caveats = [line for line in said.splitlines() if line.startswith("Beyond L it is not shown")]
+    caveats = [line for line in said.splitlines() if line.startswith("The documents do not show")]
     kept = content["check"]["decision"]
-    assert caveats and kept.split(". Beyond L")[0] + "." == decision
+    assert caveats and kept.split(". The documents do")[0] + "." == decision
     assert all(line in kept for line in caveats)
     assert [each["word"] for each in content["check"]["readings"]] == [*words.values()]
     tables = printed_tables(content["results"])
@@ -203,31 +203,31 @@ def test_without_a_method_that_shows_no_loss_none_is_taken(source, tmp_path, cap
     monkeypatch.setattr(Read, "losses", lambda *_: lost)
     code, said, err = run(capsys, *extend(source, tmp_path / "target", "--check-documents", 1))
     assert code == 2 and "no method is taken, so nothing is written" in err
-    assert 'Of no method is "no loss shown" within L, so none is taken.' in said
+    assert 'No method has "no loss shown" within L, so none is taken.' in said
     assert "\nlimited: loses 2.0% of perplexity at 160\n" in said
-    assert "behind a method is T / L" in said and not (tmp_path / "target").exists()
+    assert "after a method is T / L" in said and not (tmp_path / "target").exists()
 
 
 def test_a_method_that_is_named_is_written_whatever_the_check_says(source, tmp_path, capsys):
     words = extend(source, tmp_path / "target", "--method", "yarn", "--check-documents", 1)
     code, said, _ = run(capsys, *words)
-    reason = "yarn was named, so it is written; by the check: cannot tell with 1 document."
+    reason = "yarn is written because it was named; the check says: cannot tell with 1 document."
     card = (tmp_path / "target" / "README.md").read_text()
     assert code == 0 and reason in said and reason in card and ", yarn, for texts of" in said
     assert "| yarn | cannot tell |" in card
     assert (
         "\n\nyarn: cannot tell with 1 document\n\n" in card and "\nyarn: cannot tell with" in said
     )
-    assert card.index("behind a method is T / L") < card.index("YaRN (1.875)")
+    assert card.index("after a method is T / L") < card.index("YaRN (1.875)")
 
 
 def test_where_no_method_finds_the_numbers_none_is_taken(source, tmp_path, capsys):
     """Of random weights, which do no better than a guess."""
     code, said, err = run(capsys, *extend(source, tmp_path / "target"))
-    assert code == 2 and "so nothing is written: name one by --method" in err
+    assert code == 2 and "so nothing is written: name one with --method" in err
     first = next(line for line in said.splitlines() if line.startswith("No method"))
     assert "finds the numbers beyond L, so none is taken: the best, " in first
-    assert "\nThe model finds no numbers within L either" in said
+    assert "\nThe model does not find numbers even within L" in said
     assert not (tmp_path / "target").exists()
 
 
@@ -251,8 +251,8 @@ def test_one_document_and_how_much_is_read_are_said_first(source, tmp_path, caps
     words = extend(source, tmp_path / "target", "--check-documents", 1, "--device", "cpu")
     _, said, err = run(capsys, *words)
     assert re.search(r"^Measuring \d methods: \d+ readings of up to 300 tokens$", said, re.M)
-    assert "1 document of 300 tokens says nothing about methods that change texts" in err
-    assert "documents of more than 300 tokens: 1, of at most 1 to read (--check-documents)" in err
+    assert "1 document of 300 tokens cannot show whether a method loses within L" in err
+    assert "documents to read: 1 of more than 300 tokens (at most 1: --check-documents)" in err
     assert run(capsys, *words, "--device", "cuda:9")[0] == 2
 
 
@@ -375,8 +375,8 @@ def test_limits_of_distances_are_of_a_named_method(source, tmp_path, capsys):
     ("words", "message"),
     [
         (["--near", 8, "--method", "yarn"], "yarn has no --near, which is for limited, self_"),
-        (["--near", 8], "error: --near is for some methods: name one by --method"),
-        (["--options", "{first: 9}"], "--options are those of one method: name it by --method"),
+        (["--near", 8], "error: --near is for some methods: name one with --method"),
+        (["--options", "{first: 9}"], "--options are those of one method: name it with --method"),
         (["--check-numbers", 3], "is said beside --check TEXT, which is missing"),
         (["--to", 100], "error: --to, the tokens to read, must be a whole number of at least 161"),
         (["--to", 100], "is 160 (max_position_embeddings; --length sets another)"),

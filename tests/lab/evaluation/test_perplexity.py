@@ -243,7 +243,7 @@ def test_models_of_other_kinds_are_evaluated_too():
     [
         ({"max_tokens": -5}, "max_tokens: .* greater than 0"),
         ({"held_out": -1.0}, "held_out: .* greater than or equal to 0"),
-        ({"max_tokens": 64}, "`max_tokens` cuts documents to 64 tokens .* needs 65"),
+        ({"max_tokens": 64}, "`max_tokens` cuts documents to 64 tokens, and at least 65 are"),
         ({"windows": []}, "windows: .* at least 1 item"),
         ({"windows": [-8]}, "windows: .* greater than 0"),
         ({"stride": 17}, "`stride` must be at least 1 token and at most the window"),

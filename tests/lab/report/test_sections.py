@@ -91,10 +91,10 @@ def test_a_table_has_figures_intervals_and_conditions_by_hand():
     none = shown(*({**each, "accuracy": 0.0} for each in PROMPTS))
     entries = [cell for row in none["Passkeys found, by prompt length"].rows for cell in row]
     assert not any(getattr(cell, "bold", False) for cell in entries)
-    assert keys.note == "Small: Wilson’s 95 % intervals. Prompts: 10 each. Depths: random."
+    assert keys.note == "Small: Wilson’s 95% intervals. Prompts: 10 each. Depths: random."
     assert keys.chart.points[["low", "high"]].iloc[0].tolist() == [0.1, 0.9]
     assert shown(*CELLS)[BY_LENGTH].note == (
-        "Small: 95 % intervals over documents (1, fewer than 10: rough). Tokens scored at a "
+        "Small: 95% intervals over documents (1, fewer than 10: rough). Tokens scored at a "
         "length: 1,000. Stride: 64. Targets: shared."
     )
     many = perplexity("a", 64, 2.0, documents=scored(*range(10)))
@@ -219,7 +219,7 @@ def test_needles_are_compared_by_differences_of_nats_by_hand():
 
     near, found = shown(cell("a", [1.0, 1.0, 1.0]), cell("b", [0.5, 0.6, 0.4])).values()
     (a, b) = near.rows
-    assert near.note.startswith("Small: 95 % intervals over documents (3, fewer than 10: rough).")
+    assert near.note.startswith("Small: 95% intervals over documents (3, fewer than 10: rough).")
     assert near.header[0] == "nats a digit (probability) at"
     # exp(-2.00) and exp(-1.50)
     assert [str(a[1]), str(b[1])] == ["2.00 (14%)", "1.50 (22%)"]

@@ -299,9 +299,9 @@ def test_from_the_command_line_to_a_report(small, finished, tmp_path, capsys):
         ({"models": {64: {}}}, "models: must be a valid string, got 64"),
         ({"sizes": {True: {}}}, "sizes: must be a valid string, got True"),
         ({"sizes": {"s": {"model.hidden": 1}}}, "model none, size s: .*model.hidden"),
-        ({"seeds": []}, "seeds must be different numbers"),
-        ({"seeds": [1, 1]}, "seeds must be different numbers"),
-        ({"sizes": {"s": {"seeds": 2}}}, "size s: seeds must be different numbers"),
+        ({"seeds": []}, "seeds must be one or more different"),
+        ({"seeds": [1, 1]}, "seeds must be one or more different"),
+        ({"sizes": {"s": {"seeds": 2}}}, "size s: seeds must be one or more different"),
         ({"options": {"training.seed": 1}}, "training.seed: set seeds"),
         ({"num_cpus": 0}, "num_cpus: must be greater than 0"),
         (

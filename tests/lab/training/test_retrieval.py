@@ -138,7 +138,7 @@ def test_what_was_kept_is_said_of_what_was_measured(staged):
         ],
     }
     assert what_was_kept(run) == (
-        "kept of base: perplexity +0.0 %, passkeys at 256 tokens 49 of 50 where it has 50"
+        "kept of base: perplexity +0.0%, passkeys at 256 tokens 49 of 50 where it has 50"
     )
-    assert what_was_kept(before) == "kept of base: perplexity +5.3 %"
+    assert what_was_kept(before) == "kept of base: perplexity +5.3%"
     assert what_was_kept({**before, "start": None}) == ""

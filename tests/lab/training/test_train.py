@@ -105,6 +105,7 @@ def test_the_command_says_what_was_learned(text_folder, tmp_path, capsys):
     line = f"step 6 of 6, loss {loss}, validation perplexity {perplexity}"
     assert re.search(rf"^\d\d:\d\d:\d\d {line}$", err, re.M)
     assert f"last loss {loss}, validation perplexity {perplexity}\nNext: coca generate" in out
+    assert "PROMPT, coca eval" in out  # its tokenizer has no chat template
 
 
 def test_in_a_terminal_every_loss_appears_once(text_folder, tmp_path, monkeypatch, capfd):
