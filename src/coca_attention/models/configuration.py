@@ -308,10 +308,10 @@ def rotation(config: PreTrainedConfig, layer_type: str | None = None) -> Rotatio
 def _distance_map(given: Any) -> DistanceMap:
     """That of ``rope_parameters``, where tuples are lists; ValueError if something is missing."""
     needed = {"near", "slope", "start"}
-    if not isinstance(given, dict) or not needed <= given.keys() <= {*needed, "group"}:
+    if not isinstance(given, dict) or not needed <= given.keys() <= {*needed, "group", "after"}:
         raise ValueError(
-            "distance_map in rope_parameters must have near, slope, start, and may have group; "
-            f"got {given!r}"
+            "distance_map in rope_parameters must have near, slope, start, and may have group and "
+            f"after; got {given!r}"
         )
     values: Any = {n: tuple(x) if isinstance(x, list) else x for n, x in given.items()}
     return DistanceMap(**values)

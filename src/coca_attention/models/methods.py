@@ -114,7 +114,7 @@ class Method:
         if self.changes == "weights":  # of models that take no other method
             return f"{said}."
         kept = " and ".join(row.name for row in ROWS if row.within == "exact" and row.compared)
-        return f"{said}; method {kept} keeps them as they are."
+        return f"{said}; methods {kept} keep them as they are."
 
 
 def limited(asked: Asked, near: int | None = None) -> dict[str, Any]:
@@ -144,7 +144,34 @@ def self_extend(asked: Asked, near: int | None = None) -> dict[str, Any]:
 
 
 def shifted(asked: Asked, near: int | None = None, first: int | None = None) -> dict[str, Any]:
-    """Distances from S = ``near`` on count from w = ``first`` on, so that all stay below L."""
+    """For queries beyond L, distances from S = ``near`` on count from w = ``first`` on.
+
+    So all stay below L, and queries up to L have their own distances.
+    """
+    near, first = _shift(asked, near, first)
+    return {"distance_map": asdict(DistanceMap.shifted(near, first, after=asked.length))}
+
+
+def string(
+    asked: Asked,
+    near: int | None = None,
+    first: int | None = None,
+    attention_factor: float | None = None,
+) -> dict[str, Any]:
+    """`shifted` for all queries, with cos and sin times 1 + 0.1 ln 2."""
+    near, first = _shift(asked, near, first)
+    # YaRN by 1 has the frequencies of training, and a factor on cos and sin.
+    return {
+        "distance_map": asdict(DistanceMap.shifted(near, first)),
+        "rope_type": "yarn",
+        "factor": 1.0,
+        "original_max_position_embeddings": asked.length,
+        "attention_factor": attention_factor or 1 + 0.1 * math.log(2),
+    }
+
+
+def _shift(asked: Asked, near: int | None, first: int | None) -> tuple[int, int]:
+    """S and w; by default S is halfway between the smallest that T allows and the largest."""
     length = asked.length
     to = asked.to
     if first is None:
@@ -160,18 +187,7 @@ def shifted(asked: Asked, near: int | None = None, first: int | None = None) -> 
     if near is None:
         near = (to + first) // 2 if to > length else max(smallest, length // 3)
     check_whole("`near`, in tokens from T - L + w to L,", near, smallest, length, error=UserError)
-    return {"distance_map": asdict(DistanceMap.shifted(near, first))}
-
-
-def string(asked: Asked, near: int | None = None, first: int | None = None) -> dict[str, Any]:
-    """`shifted` with cos and sin times 1 + 0.1 ln 2."""
-    # YaRN by 1 has the frequencies of training, and a factor on cos and sin.
-    return shifted(asked, near, first) | {
-        "rope_type": "yarn",
-        "factor": 1.0,
-        "original_max_position_embeddings": asked.length,
-        "attention_factor": 1 + 0.1 * math.log(2),
-    }
+    return near, first
 
 
 def ntk(asked: Asked) -> dict[str, Any]:
@@ -265,13 +281,13 @@ ROWS = (
     ),
     Method(
         "shifted",
-        source="STRING: An et al., 2024, arXiv 2410.18745, without its factor",
+        source="STRING: An et al., 2024, arXiv 2410.18745; here beyond L alone, without its factor",
         changes="distances",
+        within="exact",
         engines=PACKAGE,
         parameters=shifted,
         options=("near", "first"),
         reach=1.5,
-        shorter=True,
     ),
     Method(
         "string",
@@ -279,10 +295,10 @@ ROWS = (
         changes="distances",
         engines=PACKAGE,
         parameters=string,
-        options=("near", "first"),
+        options=("near", "first", "attention_factor"),
         reach=1.5,
         shorter=True,
-        left_out="shifted with a factor",
+        left_out="shifted for all texts, with a factor",
     ),
     Method(  # ln(T + 1) / ln(L + 1) in the queries of layers without positions
         "temperature",
@@ -553,7 +569,8 @@ def _apply(
     parameters = method.parameters(asked, **options)
     rule = rope.get("rope_type", "default")
     by_text = rule in ("dynamic", "longrope")
-    if method.changes == "distances" and method.within == "changed" and by_text:
+    slope = parameters.get("distance_map", {}).get("slope")
+    if slope and by_text:
         raise UserError(
             f"method {method.name} needs frequencies that do not depend on the text, and the model "
             f"has {rule} scaling: choose limited"

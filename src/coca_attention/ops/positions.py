@@ -113,12 +113,15 @@ class DistanceMap:
         group: Tokens that have one far position: slope multiplies m // group and n // group. Scores
             of far keys then depend on both positions, by less than a group. Default: 1, each token
             has its own.
+        after: Position of the first query whose far keys count so; earlier ones score all keys at
+            their distance. Needs far keys at the positions of near ones. Default: 0, all queries.
     """
 
     near: int
     slope: float | tuple[float, ...]
     start: float | tuple[float, ...]
     group: int = 1
+    after: int = 0
 
     def __post_init__(self) -> None:
         check_whole("near of a distance map, a number of tokens,", self.near)
@@ -127,6 +130,12 @@ class DistanceMap:
         for start in _each(self.start):
             check_real("start of a distance map", start, -math.inf)
         check_whole("group of a distance map, a number of tokens,", self.group)
+        check_whole("after of a distance map, a position,", self.after, 0)
+        if self.after and not self.shares_keys:
+            raise ValueError(
+                "queries before a position can only see far keys as near ones where these have the "
+                f"same positions, with slope 1 and group 1; got {self}"
+            )
 
     @classmethod
     def limited(cls, near: int) -> "DistanceMap":
@@ -139,9 +148,9 @@ class DistanceMap:
         return cls(near, slope=slope, start=(1 - slope) * near)
 
     @classmethod
-    def shifted(cls, near: int, first: int) -> "DistanceMap":
+    def shifted(cls, near: int, first: int, after: int = 0) -> "DistanceMap":
         """Distances from ``near`` on count from ``first`` on (STRING, arXiv 2410.18745)."""
-        return cls(near, slope=1.0, start=first - near)
+        return cls(near, slope=1.0, start=first - near, after=after)
 
     @classmethod
     def grouped(cls, near: int, group: int) -> "DistanceMap":
@@ -165,7 +174,11 @@ class DistanceMap:
 
     def far_queries(self, positions: Tensor) -> Tensor:
         """Where queries at positions (..., T) are for far keys: (..., T, 1 or R/2)."""
-        return self.far_keys(positions) + _per_pair(self.start, positions)
+        places = self.far_keys(positions)
+        shifted = places + _per_pair(self.start, positions)
+        if not self.after:
+            return shifted
+        return torch.where((positions < self.after).unsqueeze(-1), places, shifted)
 
     def far_keys(self, positions: Tensor) -> Tensor:
         """Where far keys at positions (..., S) are: (..., S, 1 or R/2)."""

@@ -271,5 +271,7 @@ def _read(
             if cell["task"] == "perplexity"
         },
         needles={cell["length"]: cell["documents"] for cell in found if cell["task"] == "needles"},
-        exact=row.within == "exact" and method.options.get("near", length) >= length,
+        # Limits below L change texts of L tokens.
+        exact=row.within == "exact"
+        and (method.method != "limited" or method.options.get("near", length) >= length),
     )
