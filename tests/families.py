@@ -125,7 +125,7 @@ MODELS = {
 
 MAPS = {
     "leaky": DistanceMap.leaky(11, 0.3),
-    "shifted": DistanceMap.shifted(11, 4),
+    "shifted": DistanceMap.shifted(11, 4, after=14),
     "grouped": DistanceMap.grouped(11, 3),
 }
 

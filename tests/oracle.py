@@ -168,7 +168,8 @@ def coca_attention(
         for row, at in enumerate(m):
             away = (at - n).double().unsqueeze(-1)
             groups = (at // distance_map.group - n // distance_map.group).double().unsqueeze(-1)
-            mapped = torch.where(away < distance_map.near, away, slope * groups + start)
+            is_near = (away < distance_map.near) | (at < distance_map.after)
+            mapped = torch.where(is_near, away, slope * groups + start)
             rows.append(mapped_scores(form, q[..., [row], :], t, mapped, theta))
         found = torch.cat(rows, dim=-2)
     factor = width**-0.5 if scale is None else scale

@@ -24,7 +24,7 @@ from operands import operands
 
 ROUND_OFF = 1e-11  # relative to the largest logit
 BATCH, BASE, WINDOW = 2, 100.0, 8
-MAPS = ["none", "limited", "leaky", "shifted", "by pair", "grouped"]
+MAPS = ["none", "limited", "leaky", "shifted", "shifted later", "by pair", "grouped"]
 DECAY = {"decay": 1.5, "decay_length": 4.0}
 
 
@@ -37,6 +37,8 @@ def random_map(draw: random.Random, kind: str, pairs: int) -> DistanceMap | None
         return DistanceMap.leaky(near, draw.choice([0.125, 0.3, 0.9]))
     if kind == "shifted":
         return DistanceMap.shifted(near, draw.randint(1, near))
+    if kind == "shifted later":
+        return DistanceMap.shifted(near, draw.randint(1, near), after=draw.choice([1, 6, 17]))
     if kind == "grouped":
         return DistanceMap.grouped(near, draw.choice([2, 3, 7]))
     if kind == "by pair":
@@ -80,7 +82,8 @@ class Scores:
             start[:half] = torch.tensor(found.start, dtype=torch.float64)
             m_groups, n_groups = m // found.group, n // found.group
             groups = (m_groups[:, :, None] - n_groups[:, None, :]).double()[:, None, :, :, None]
-            distance = torch.where(distance < found.near, distance, slope * groups + start)
+            is_near = (distance < found.near) | (m < found.after)[:, None, :, None, None]
+            distance = torch.where(is_near, distance, slope * groups + start)
         free = t.shape[-1] - pairs
         t, k1 = t[..., :pairs].unsqueeze(-3), t[..., pairs:].unsqueeze(-3)  # (B, H, 1, S, P)
         cos, sin = (distance * theta).cos(), (distance * theta).sin()

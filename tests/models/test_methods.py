@@ -153,10 +153,11 @@ def test_self_extend_rounds_far_distances(family, to, near, group, tmp_path):
 
 def test_maps_that_were_saved_without_groups_are_read():
     model = extend_context(vanilla("Llama"), "shifted")
-    del model.config.rope_parameters["distance_map"]["group"]
-    assert rotation(model.config).distance_map.group == 1
+    for name in ("group", "after"):
+        del model.config.rope_parameters["distance_map"][name]
+    assert rotation(model.config).distance_map == DistanceMap.shifted(50, 4)
     model.config.rope_parameters["distance_map"]["size"] = 2
-    with pytest.raises(ValueError, match="must have near, slope, start, and may have group; got"):
+    with pytest.raises(ValueError, match="near, slope, start, and may have group and after; got"):
         rotation(model.config)
 
 
@@ -170,25 +171,32 @@ def test_whole_positions_are_divided_exactly():
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma 3", "GPT-NeoX"])
-@pytest.mark.parametrize(("to", "near"), [(None, 50), (112, 58), (48, 21)])
-def test_shifted_distances_are_those_of_training(family, to, near, tmp_path):
+@pytest.mark.parametrize(
+    ("method", "to", "near"), [("shifted", None, 50), ("string", 112, 58), ("string", 48, 21)]
+)
+def test_shifted_distances_are_those_of_training(family, method, to, near, tmp_path):
     """One window, decoding and a folder; a dense oracle of the map is among the operators."""
-    model = extend_context(vanilla(family), "shifted", to=to)
+    options = {"attention_factor": 1.0} if method == "string" else {}
+    model = extend_context(vanilla(family), method, to=to, **options)
     found = rotation(model.config, "full_attention").distance_map
-    assert (found.near, found.slope, found.start) == (near, 1.0, 4 - near)
+    after = 64 if method == "shifted" else 0
+    assert found == DistanceMap.shifted(near, 4, after=after)
     reached = 96 if to is None else to
     assert reached - near + 4 <= 64 and model.config.max_position_embeddings == reached
     ids = some_tokens(model, length=reached)
     assert difference(logits(reloaded(model, tmp_path), ids), logits(model, ids)) < 1e-6
     assert difference(decoded_logits(model, ids), logits(model, ids)) < 1e-5
-    short = ids[:, :near]
-    assert difference(logits(model, short), logits(vanilla(family), short)) < 1e-6
-    assert difference(logits(model, ids), logits(vanilla(family), ids)) > 1e-4
+    ours = logits(model, ids)
+    before = logits(vanilla(family), ids)
+    same = max(near, after)
+    assert difference(ours[:, :same], before[:, :same]) < 1e-6
+    assert difference(ours[:, same:], before[:, same:]) > 1e-4
 
 
 def test_string_is_shifted_with_a_factor_on_cos_and_sin(tmp_path):
     model = extend_context(vanilla("Llama").double(), "string", to=100, near=60, first=8)
-    scaled = extend_context(vanilla("Llama").double(), "shifted", to=100, near=60, first=8)
+    without = {"to": 100, "near": 60, "first": 8, "attention_factor": 1.0}
+    scaled = extend_context(vanilla("Llama").double(), "string", **without)
     ids = some_tokens(model, length=100)
     for layer in scaled.model.layers:
         layer.self_attn.scaling *= (1 + 0.1 * math.log(2)) ** 2

@@ -45,6 +45,7 @@ def map_of(kind: str, near: int) -> DistanceMap:
         "limited": DistanceMap.limited(near),
         "leaky": DistanceMap.leaky(near, 0.3),
         "shifted": DistanceMap.shifted(near, 2),
+        "shifted later": DistanceMap.shifted(near, 2, after=12),
         "by pair": DistanceMap(near, slopes, tuple((1 - slope) * near for slope in slopes)),
         "grouped": DistanceMap.grouped(near, 3),
     }[kind]
@@ -63,7 +64,7 @@ def inputs(free: int, queries: int = 23) -> list[torch.Tensor]:
         [29, 23, 1],
         [1, 7, 28],
         [UNSCALED, stock("yarn", 16, factor=4.0)],  # whose magnitude is not 1
-        ["limited", "leaky", "shifted", "by pair", "grouped"],
+        ["limited", "leaky", "shifted", "shifted later", "by pair", "grouped"],
     ),
 )
 def test_agrees_with_the_oracle(take, way, form_and_free, interleaved, queries, near, rule, kind):
@@ -84,7 +85,8 @@ def test_agrees_with_the_oracle(take, way, form_and_free, interleaved, queries, 
     assert (ours - expected).abs().max() <= 1e-12
     changed = (ours - mapped(None)).abs().max()
     # 28 is the largest distance, which only shifted distances change.
-    assert changed <= 1e-12 if near == 28 and kind != "shifted" else changed > 1e-3
+    is_shifted = kind.startswith("shifted")
+    assert changed <= 1e-12 if near == 28 and not is_shifted else changed > 1e-3
     assert torch.equal(mapped(map_of(kind, 29)), mapped(None))
 
 
@@ -257,7 +259,9 @@ def test_errors():
 
 
 @pytest.mark.parametrize("form", ["strict", "magnitude", "slack"])
-@pytest.mark.parametrize("kind", [None, "limited", "leaky", "shifted", "by pair", "grouped"])
+@pytest.mark.parametrize(
+    "kind", [None, "limited", "leaky", "shifted", "shifted later", "by pair", "grouped"]
+)
 def test_a_rotation_may_have_everything_at_once(form, kind):
     """Magnitude of a rule, partial rotary, pairs that do not turn, temperature, decay or a map."""
     q, t, v = operands(queries=29, keys=29, width=24)

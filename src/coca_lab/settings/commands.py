@@ -133,7 +133,7 @@ class ExtendSettings:
     method: Literal["auto", SavedMethod] = "auto"
     """auto takes the best by --check, and without it limited, which changes nothing in texts of up
     to L tokens (temperature for models that have layers without positions). limited (ReRoPE), leaky
-    (Leaky ReRoPE), self_extend, shifted and string (STRING, without and with its factor) change
+    (Leaky ReRoPE), self_extend, shifted (STRING for queries beyond L) and string (STRING) change
     what distances count; yarn, dynamic, ntk, linear, llama3 and longrope the rotations; temperature
     the queries of layers without positions.
     docs/conversion.md describes each."""
