@@ -169,7 +169,7 @@ def test_what_pages_say_of_needles_in_eight_books_is_in_their_file():
     names = {
         "as it is": "none", "YaRN": "yarn", "dynamic NTK": "dynamic",
         "limited distances": "limited", "leaky distances": "leaky",
-        "the same in all texts (STRING without its factor)": "shifted",
+        "the same in all texts": "shifted",
         "Self-Extend, window L / 2": "self_extend",
     }  # fmt: skip
     for name, method in names.items():
