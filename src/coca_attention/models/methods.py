@@ -160,13 +160,14 @@ def string(
 ) -> dict[str, Any]:
     """`shifted` for all queries, with cos and sin times 1 + 0.1 ln 2."""
     near, first = _shift(asked, near, first)
+    factor = 1 + 0.1 * math.log(2) if attention_factor is None else attention_factor
     # YaRN by 1 has the frequencies of training, and a factor on cos and sin.
     return {
         "distance_map": asdict(DistanceMap.shifted(near, first)),
         "rope_type": "yarn",
         "factor": 1.0,
         "original_max_position_embeddings": asked.length,
-        "attention_factor": attention_factor or 1 + 0.1 * math.log(2),
+        "attention_factor": factor,
     }
 
 
