@@ -132,9 +132,10 @@ def _say_what_is_taken(wanted: ExtendSettings, method: MethodName, length: int, 
     elif wanted.method == "auto":
         print(
             f"Method: {method}, the default: texts of up to {length:,} tokens are computed as "
-            "before, and little is found farther back\n--check TEXT measures which method reads "
-            "best; --method yarn runs in "
-            f"{in_words(METHODS['yarn'].engines)}"
+            "before, and little is found farther back\n"
+            "--check TEXT measures which method reads best; --method shifted, for almost 2 L, "
+            "leaves these texts, too, and found most in SmolLM2\n"
+            f"--method yarn changes them, and runs in {in_words(METHODS['yarn'].engines)}"
         )
     farthest = MEASURED[METHODS[method].changes]
     if to > farthest * length:

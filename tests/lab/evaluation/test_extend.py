@@ -331,7 +331,10 @@ def test_what_is_taken_unasked_and_what_nobody_measured_is_said(source, tmp_path
     for to, measured in ((2560, True), (2561, False)):
         target = tmp_path / str(to)
         _, said, err = run(capsys, "extend", source, target, "--to", to)
-        assert "Method: limited, the default" in said and "--method yarn runs in" in said
+        assert (
+            "Method: limited, the default" in said
+            and "--method yarn changes them, and runs in" in said
+        )
         unknown = "limited was measured up to 16 times, so how well the model reads there is unknow"
         assert (unknown in err) != measured and ("--check TEXT" in err) != measured
     _, said, err = run(
