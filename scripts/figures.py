@@ -100,7 +100,7 @@ NAMES = {
 """What pages call the methods of the check of eight books."""
 BOOKS = (
     "SmolLM2-135M (4-bit weights) reading 12,288 tokens of eight books; "
-    "horizontal lines are 95\u00a0% intervals over the books"
+    "horizontal lines are 95% intervals over the books"
 )
 """What the figures of that check are of."""
 Titled = tuple[str, LineChart]

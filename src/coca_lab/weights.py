@@ -199,7 +199,8 @@ def model_of_headers(
 def check_loaded(path: str | Path, info: Mapping[str, Any]) -> None:
     """Raise UserError if a model and its files differ, from Transformers' ``loading_info``."""
     unknown = sorted(name for name in info["unexpected_keys"] if not OLD_BUFFERS.search(name))
-    missing, shapes = sorted(info["missing_keys"]), sorted(info["mismatched_keys"])
+    missing = sorted(info["missing_keys"])
+    shapes = sorted(info["mismatched_keys"])
     problems = list[str]()
     if unknown:
         problems.append(

@@ -30,7 +30,7 @@ def _section(check: CheckRecord) -> Section:
     note = (
         f"L is {length} tokens, the training length; losses within L are against the model as it "
         "is. A digit's probability is a geometric mean over the numbers hidden in texts of more "
-        "than L tokens. Small, and lines of the chart: 95 % intervals over documents."
+        "than L tokens. Small, and lines of the chart: 95% intervals over documents."
     )
     return Section(
         f"Methods compared, L = {length} tokens",

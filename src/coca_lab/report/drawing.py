@@ -181,7 +181,9 @@ def _dots(chart: DotChart, width: int, font: float) -> Specification:
         note = chart.notes.get(line, "")
         told = f"{line}: {row['y']:.0%} ({row['low']:.0%} to {row['high']:.0%}) {row['place']}"
         up = -7 if note or len(name) > 1 else 0
-        rows.append(row | {"name": name, "note": note, "told": told, "up": up})
+        weight = "bold" if line == chart.bold else "normal"
+        words = {"name": name, "note": note, "told": told, "up": up, "weight": weight}
+        rows.append(row | words)
     label = LETTER * font * NAMES_OF_ROWS + 10
     ticks = np.linspace(0, 1, 5 if width > 1.2 * NARROW else 3).tolist()
     axis = alt.Axis(grid=False, values=ticks, format="%")
@@ -196,7 +198,7 @@ def _dots(chart: DotChart, width: int, font: float) -> Specification:
     )
     one = base.transform_filter(f"datum.place == '{first}'")
     names = one.encode(x=alt.value(-label))
-    bold = alt.expr(f"datum.line == '{chart.bold}' ? 'bold' : 'normal'")
+    weight = alt.expr("datum.weight")
     text: dict[str, Any] = {"align": "left", "baseline": "middle", "fontSize": font}
     share, name = chart.mark
     place = {"y": share, "name": f"{share:.0%}: {name}"}
@@ -216,7 +218,7 @@ def _dots(chart: DotChart, width: int, font: float) -> Specification:
             description="told:N",
         ),
         names.mark_text(
-            dy=alt.expr("datum.up"), fontWeight=bold, color="var(--text)", lineHeight=GAP, **text
+            dy=alt.expr("datum.up"), fontWeight=weight, color="var(--text)", lineHeight=GAP, **text
         ).encode(text="name:N"),
         names.mark_text(dy=8, color=soft, **text).encode(text="note:N"),
     )
