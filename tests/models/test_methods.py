@@ -13,6 +13,8 @@ from typing import get_args
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention import convert, extend_context, set_rotary_scaling
 from coca_attention.errors import UserError
@@ -92,12 +94,12 @@ def test_the_rules_are_for_the_length_to_read():
         assert (made_for(scaled)[0], original_length(scaled)) == (64, 32)
     taken = convert(extend_context(vanilla("Llama"), "yarn"), "rope", roles=Roles("lg", window=8))
     assert rotation(taken.config, "full_attention").temperature == 64
-    model = extend_context(vanilla("Llama"), "ntk")  # 2 L by default; heads of 8
-    assert rotation(model.config).base == pytest.approx(1e4 * 2 ** (8 / 6))
-    assert rotation(extend_context(vanilla("Llama"), "dynamic").config).rule.factor == 2
+    model = extend_context(vanilla("Llama"), "ntk")  # 1.5 L by default; heads of 8
+    assert rotation(model.config).base == pytest.approx(1e4 * 1.5 ** (8 / 6))
+    assert rotation(extend_context(vanilla("Llama"), "dynamic").config).rule.factor == 1.5
     shorter = extend_context(vanilla("Llama"), "yarn", length=32).config
     assert rope_parameters(shorter)["original_max_position_embeddings"] == 32
-    assert shorter.max_position_embeddings == 64
+    assert shorter.max_position_embeddings == 48
 
 
 def test_limited_distances_change_nothing_up_to_their_limit_and_say_what_they_read():
@@ -107,7 +109,7 @@ def test_limited_distances_change_nothing_up_to_their_limit_and_say_what_they_re
     with pytest.raises(UserError, match="start from the original"):
         extend_context(model)
     assert difference(logits(model, ids), before) < 1e-6
-    assert model.config.max_position_embeddings == 128 and made_for(model.config)[0] == 64
+    assert model.config.max_position_embeddings == 96 and made_for(model.config)[0] == 64
     assert rotation(model.config).distance_map.near == 40
 
 
@@ -188,9 +190,27 @@ def test_shifted_distances_are_those_of_training(family, method, to, near, tmp_p
     assert difference(decoded_logits(model, ids), logits(model, ids)) < 1e-5
     ours = logits(model, ids)
     before = logits(vanilla(family), ids)
-    same = max(near, after)
+    same = found.unchanged
+    assert same == max(near, after)
     assert difference(ours[:, :same], before[:, :same]) < 1e-6
     assert difference(ours[:, same:], before[:, same:]) > 1e-4
+
+
+def test_shifted_distances_leave_texts_of_training_to_any_attention_function(monkeypatch):
+    """Bit by bit as limited distances do, after a cache, too; a later query needs two scores."""
+    model = extend_context(vanilla("Llama"), "shifted", to=100)
+    ids = some_tokens(model, length=100)
+    limited = extend_context(vanilla("Llama"), "limited", to=100)
+    assert torch.equal(logits(model, ids[:, :64]), logits(limited, ids[:, :64]))
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "stand-in", sdpa_attention_forward)
+    model.config._attn_implementation = "stand-in"
+    cached = model(ids[:, :40], use_cache=True)
+    model(ids[:, 40:64], past_key_values=cached.past_key_values)
+    with pytest.raises(ValueError, match="in texts of more than 64 tokens, which needs the att"):
+        model(ids[:, 64:65], past_key_values=cached.past_key_values)
+    at = torch.arange(1, 65)[None]  # one token of these is at L
+    with pytest.raises(ValueError, match="in texts of more than 64 tokens"):
+        model(ids[:, :64], position_ids=at)
 
 
 def test_string_is_shifted_with_a_factor_on_cos_and_sin(tmp_path):
@@ -413,15 +433,18 @@ def test_the_default_is_the_first_method_that_a_model_takes():
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 2,
             "long_factor": [2.0] * 2, "original_max_position_embeddings": 32}  # fmt: skip
     phi = vanilla("Phi-3", rope_parameters=rope, max_position_embeddings=64)
-    for model, method in (
-        (vanilla("Llama"), "limited"),
-        (phi, "limited"),
-        (cohere(), "temperature"),
+    for model, to, method in (
+        (vanilla("Llama"), None, "shifted"),
+        (vanilla("Llama"), 124, "shifted"),  # 2 L - w
+        (vanilla("Llama"), 125, "limited"),
+        (phi, None, "limited"),
+        (cohere(), None, "temperature"),
     ):
-        extended = extend_context(model, length=64)
-        assert extended.config.context_extension == {"method": method, "length": 64, "to": 128}
+        extended = extend_context(model, length=64, to=to)
+        written = {"method": method, "length": 64, "to": 96 if to is None else to}
+        assert extended.config.context_extension == written
     model = AutoModelForCausalLM.from_config(GPT2Config(n_embd=16, n_head=2, n_layer=1))
-    with pytest.raises(UserError, match=r"no default method is for this model; limited: .*; temp"):
+    with pytest.raises(UserError, match=r"no default method is for this model; shifted: .*; temp"):
         extend_context(model)
 
 

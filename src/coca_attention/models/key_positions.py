@@ -134,6 +134,9 @@ class KeyPositions:
     grow_by_one: bool | None = False
     """Whether positions grow by one wherever a query sees a key; None if that is not known. Read
     only with a distance map."""
+    last_position: int | None = None
+    """The largest position of this pass; None if that is not known. Read only with a distance map
+    that leaves the first queries alone."""
     first_position: Tensor | None = None
     """Position of the first key, (1 or B,), if there is one new token and positions grow by one."""
 
@@ -160,6 +163,8 @@ class KeyPositions:
             mask = F.pad(mask, (0, reading.slots - mask.shape[1]))
         self.slots = self._placed(slot, mask)
         distance_map = rotation(config).distance_map
+        if distance_map is not None and distance_map.after and not torch.compiler.is_compiling():
+            self.last_position = int(position_ids.max())
         if in_order:
             self.grow_by_one = True
         elif torch.compiler.is_compiling():

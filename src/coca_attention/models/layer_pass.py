@@ -146,19 +146,23 @@ class LayerPass(NamedTuple):
         }
 
     def within_near(self, keys: int) -> "LayerPass":
-        """The same without a distance map if none of so many keys is far.
+        """The same without a distance map if none of so many keys counts as far.
 
         ValueError if the attention function cannot attend with one.
         """
         if self.angles.far is None:
             return self
+        found = self._distance_map
         longest = self._at.longest_distance(keys)
-        if longest is not None and longest < self._distance_map.near:
+        last = self._at.last_position
+        all_near = longest is not None and longest < found.near
+        all_before = last is not None and last < found.after
+        if all_near or all_before:
             return self._replace(angles=self.angles._replace(far=None))
         if self.function not in ("sdpa", "eager"):
             raise ValueError(
                 "a model with a distance map has two scores for a query and a key in texts of more "
-                f"than {self._distance_map.near} tokens, which needs the attention function sdpa "
+                f"than {found.unchanged:,} tokens, which needs the attention function sdpa "
                 f'or eager; got {self.function}: load the model with attn_implementation="sdpa"'
             )
         return self

@@ -81,7 +81,6 @@ class Method:
         options: Names of its options.
         within: What it promises for texts of up to L tokens: ``exact``, or ``changed``.
         engines: What runs the result.
-        reach: T / L by default.
         shorter: Whether T may be L or less.
         folder: Whether a model can be saved with it.
         left_out: Why ``coca extend --check`` measures it only where it is named; empty: it always
@@ -95,7 +94,6 @@ class Method:
     options: tuple[str, ...] = ()
     within: Literal["exact", "changed"] = "changed"
     engines: tuple[str, ...] = STOCK
-    reach: float = 2.0
     shorter: bool = False
     folder: bool = True
     left_out: str = ""
@@ -288,7 +286,6 @@ ROWS = (
         engines=PACKAGE,
         parameters=shifted,
         options=("near", "first"),
-        reach=1.5,
     ),
     Method(
         "string",
@@ -297,7 +294,6 @@ ROWS = (
         engines=PACKAGE,
         parameters=string,
         options=("near", "first", "attention_factor"),
-        reach=1.5,
         shorter=True,
         left_out="shifted for all texts, with a factor",
     ),
@@ -345,11 +341,15 @@ ROWS = (
 key."""
 METHODS: Mapping[str, Method] = MappingProxyType({row.name: row for row in ROWS})
 """The methods by name."""
-DEFAULTS: tuple[MethodName, ...] = ("limited", "temperature")
-"""The methods where none was measured; the first that the model takes is taken.
+REACH = 1.5
+"""T / L by default, which every method reaches."""
+DEFAULTS: tuple[MethodName, ...] = ("shifted", "limited", "temperature")
+"""The methods where none was measured; the first that the model and T take is taken.
 
-Limited distances cannot make texts of up to L tokens worse, and at 16 L no method without training
-has a lower perplexity (results/extension). A temperature is for layers with roles.
+Shifted and limited distances cannot make texts of up to L tokens worse. Shifted ones read almost
+2 L, and there SmolLM2 finds most with them (results/extend); limited ones read on, and at 16 L no
+method without training has a lower perplexity (results/extension). A temperature is for layers with
+roles.
 """
 
 
@@ -373,8 +373,9 @@ def extend_context(
             that change rotary positions need a supported family, with rotary positions as in
             training.
         method: A row of `METHODS`, which docs/conversion.md describes; by default the first of
-            `DEFAULTS` that the model takes, ``limited`` for most.
-        to: T, the longest text in tokens that the model is to read; by default 2 L.
+            `DEFAULTS` that the model takes: ``shifted`` for most up to almost 2 L, ``limited``
+            farther.
+        to: T, the longest text in tokens that the model is to read; by default 1.5 L.
         length: L, the length in tokens that the model was made for; by default what its
             configuration says.
         **options: Those of the method, such as ``near`` of ``limited``.
@@ -480,7 +481,7 @@ def method_named(method: str, offered: Collection[str] = METHODS.keys()) -> Meth
 def extended_lengths(
     config: PreTrainedConfig, to: int | None, length: int | None, method: Method | None = None
 ) -> tuple[int, int]:
-    """L and T with their defaults, which are those of a method; without one T is 2 L.
+    """L and T with their defaults; a method says whether T may be L or less.
 
     Raises:
         UserError: If the configuration does not say L, they are out of range, or the model was
@@ -505,7 +506,7 @@ def extended_lengths(
     check_whole("`length`, the tokens that the model was made for,", length, error=UserError)
     shorter = method is not None and method.shorter
     if to is None:
-        to = round((method.reach if method else 2.0) * length)
+        to = round(REACH * length)
     try:
         check_whole("`to`, the tokens to read,", to, 1 if shorter else length + 1, error=UserError)
     except UserError as error:

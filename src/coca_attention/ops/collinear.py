@@ -123,7 +123,7 @@ def coca_attention(
         q = map_query(cos[..., keys - queries :, :], sin[..., keys - queries :, :])
     else:
         q = map_query(*rotation.tables(query_at, wide))
-    if distance_map is not None and (given or keys > distance_map.near):
+    if distance_map is not None and (given or keys > distance_map.unchanged):
         far_q = map_query(*rotation.far_tables(query_at, wide))
         if distance_map.is_limit:
             far_q = far_query_map(far_q, free_pairs)

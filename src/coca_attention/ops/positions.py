@@ -158,6 +158,11 @@ class DistanceMap:
         return cls(near, slope=1.0, start=near - near // group, group=group)
 
     @property
+    def unchanged(self) -> int:
+        """Tokens of the longest text, from position 0 on, whose distances all count as they are."""
+        return max(self.near, self.after)
+
+    @property
     def is_limit(self) -> bool:
         """Whether all far keys are at position 0: K' is then their coefficients."""
         return all(slope == 0 for slope in _each(self.slope))

@@ -127,16 +127,17 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
 
 def _say_what_is_taken(wanted: ExtendSettings, method: MethodName, length: int, to: int) -> None:
     """Say which method an unmeasured extension takes and why, and what is unknown of it."""
-    if wanted.method == "auto" and method != DEFAULTS[0]:
-        print(f"Method: {method}; the default, {DEFAULTS[0]}, is not for this model")
-    elif wanted.method == "auto":
-        print(
-            f"Method: {method}, the default: texts of up to {length:,} tokens are computed as "
-            "before, and little is found farther back\n"
-            "--check TEXT measures which method reads best; --method shifted, for almost 2 L, "
-            "leaves these texts, too, and found most in SmolLM2\n"
-            f"--method yarn changes them, and runs in {in_words(METHODS['yarn'].engines)}"
-        )
+    if wanted.method == "auto":
+        why = "the default"
+        if method != DEFAULTS[0]:
+            why = f"since {DEFAULTS[0]} is not for this model, or not for {to:,} tokens"
+        print(f"Method: {method}, {why}; --check TEXT measures which one reads best")
+        if METHODS[method].within == "exact":
+            found = ", and little is found farther back" if method == "limited" else ""
+            print(
+                f"Texts of up to {length:,} tokens are computed as before{found}; --method yarn "
+                f"changes them, and runs in {in_words(METHODS['yarn'].engines)}"
+            )
     farthest = MEASURED[METHODS[method].changes]
     if to > farthest * length:
         log.warning(

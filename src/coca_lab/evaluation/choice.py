@@ -22,8 +22,8 @@ RULE = (
     "Otherwise the documents cannot tell. "
     "Beyond L, the methods that show no loss are compared by the probability that they give "
     "to the digits of the needles. If the documents show no difference between the best and "
-    "others, the one of them that most engines run without this package is taken. If no method "
-    "finds them, none is taken."
+    "others, the one of them that most engines run without this package is taken. If the documents "
+    "do not show that the best finds them, and more than the model as it is, none is taken."
 )
 
 
@@ -232,10 +232,11 @@ class Choice:
     def taken(self) -> Read | None:
         """Of those that documents do not part from the best, the one that most engines run.
 
-        None where the best does no better than a guess beyond L: the text supports no choice.
+        None where the best is not shown to do better beyond L than a guess and than the model as
+        it is: the text supports no choice.
         """
         best = self.best
-        if best is None or not self.finds:
+        if best is None or not self.finds or not self.helps:
             return None
         level = [
             each
@@ -259,12 +260,27 @@ class Choice:
         return most < GUESS
 
     @property
+    def helps(self) -> bool:
+        """Whether the best method is better beyond L than the model as it is, in the same way."""
+        if self.best is None:
+            return False
+        gained = differences(self.base.far, self.best.far)
+        least, _ = nats_interval(gained) or (mean_nats(gained), 0.0)
+        return least > 0
+
+    @property
     def reason(self) -> str:
         """Why it is taken, in words."""
         best = self.best
         taken = self.taken
         if best is None:
             return 'No method has "no loss shown" within L, so none is taken.'
+        if self.finds and not self.helps:
+            return (
+                "The documents do not show that beyond L a method is better than the model as it "
+                f"is, so none is taken: the best, {best.method}, has {_digit(best.far)}; as it is, "
+                f"the model has {_digit(self.base.far)}, and may have been made for longer texts."
+            )
         if taken is None:
             return (
                 "No method that shows no loss within L finds the numbers beyond L, so none is "
@@ -295,12 +311,6 @@ class Choice:
         taken = self.taken
         if taken is None:
             return said
-        if not _above_zero(differences(self.base.far, taken.far)):
-            said.append(
-                f"The documents do not show that beyond L {taken.method} is better than the model "
-                f"as it is, which has {_digit(self.base.far)} and may have been made for longer "
-                "texts than L."
-            )
         if not _above_zero(differences(self.alone.far, taken.far)):
             said.append(
                 f"The documents do not show that beyond L {taken.method} is better than the "

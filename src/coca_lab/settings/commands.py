@@ -128,14 +128,13 @@ class ExtendSettings:
     """How the context is extended."""
 
     to: PositiveInt | None = None
-    """The longest text in tokens that the model is to read; by default twice L, and 1.5 L with
-    shifted and string, whose reach ends below 2 L."""
+    """T, the longest text in tokens that the model is to read; by default 1.5 L."""
     method: Literal["auto", SavedMethod] = "auto"
-    """auto takes the best by --check, and without it limited, which changes nothing in texts of up
-    to L tokens (temperature for models that have layers without positions). limited (ReRoPE), leaky
-    (Leaky ReRoPE), self_extend, shifted (STRING for queries beyond L) and string (STRING) change
-    what distances count; yarn, dynamic, ntk, linear, llama3 and longrope the rotations; temperature
-    the queries of layers without positions.
+    """auto takes the best by --check. Without it, it is shifted for T up to almost 2 L and limited
+    beyond, which change nothing in texts of up to L tokens, or temperature for models that have
+    layers without positions. limited (ReRoPE), leaky (Leaky ReRoPE), self_extend, shifted (STRING
+    for queries beyond L) and string (STRING) change what distances count; yarn, dynamic, ntk,
+    linear, llama3 and longrope the rotations; temperature the queries of layers without positions.
     docs/conversion.md describes each."""
     options: dict[str, Any] = field(default_factory=dict)
     """Other options of the method by name (docs/conversion.md lists them)."""

@@ -28,8 +28,7 @@ class MethodSettings:
     """none is the model as it was saved; the others are those of coca extend. ntk_text computes the
     base from each window or prompt, as dynamic does, but keeps it for the answer."""
     factor: Factor | None = None
-    """T / L, how many times the length that it was made for it is to read; by default as coca
-    extend."""
+    """T / L, how many times the length that it was made for it is to read; by default 1.5."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the method by name, such as {near: 4096} of limited."""
     length: PositiveInt | None = None
@@ -51,10 +50,10 @@ class MethodSettings:
     @property
     def facts(self) -> dict[str, Any]:
         """What a cell says about it; there is no factor without a method."""
-        from coca_attention.models import METHODS  # imports torch
+        from coca_attention.models.methods import REACH  # imports torch
 
-        factor = self.factor or METHODS[self.method].reach
-        return {"scaling": self.name, "factor": None if self.method == "none" else float(factor)}
+        factor = None if self.method == "none" else float(self.factor or REACH)
+        return {"scaling": self.name, "factor": factor}
 
     @property
     def words(self) -> list[str]:
