@@ -210,7 +210,6 @@ def _compare(
         reason = f"{taken.method} is written because it was named; the check says: {said}."
     for line in (reason, *choice.warnings):
         print(line)
-    tables = printed_tables(found.cells)
     longest = max(choice.base.perplexity)
     columns = (
         f"Perplexity of {longest:,} tokens, and the probability of the digits of numbers hidden "
@@ -228,17 +227,14 @@ def _compare(
             print(f"Not measured: {method} ({error})")
         named = [f"{row.name} ({row.left_out})" for row in METHODS.values() if row.left_out]
         print(f"Not measured unless named with --method: {', '.join(named)}")
-    if taken is None:  # there is no card
-        print(BRACKETS)
-        for table in tables:
-            print_table(*table)
-        print(RULE)
+    if taken is None:
+        print(RULE)  # there is no card
         raise UserError(
             "no method is taken, so nothing is written: name one with --method, or let more "
             "documents decide (--check-documents)"
         )
     print("The rule and all tables are in the model card, README.md.")
-    shown = [markdown_table(*table) for table in tables]
+    shown = [markdown_table(*table) for table in printed_tables(found.cells)]
     report = [reason, *choice.warnings, columns, markdown_table(*compared), *lost, RULE, BRACKETS]
     record = CheckRecord(
         decision=" ".join([reason, *choice.warnings]),

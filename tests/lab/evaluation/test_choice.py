@@ -199,15 +199,11 @@ def test_what_longer_texts_cost_up_to_the_training_length_back_is_said():
 def test_a_model_that_needs_no_method_gets_none():
     base = read("base", [0.9, 1.0, 1.1])
     choice = choice_of(base, read("yarn", [0.8, 1.0, 1.1]))
-    assert (
-        choice.taken is None
-        and not choice.warnings
-        and choice.reason
-        == (
-            "The documents do not show that beyond L a method is better than the model as it is, so "
-            "none is taken: the best, yarn, has 1.07 nats a digit (probability 34%); as it is, the "
-            "model has 1.10 nats a digit (probability 33%), and may have been made for longer texts."
-        )
+    assert choice.taken is None and not choice.warnings
+    assert choice.reason == (
+        "The documents do not show that beyond L a method is better than the model as it is, so "
+        "none is taken: the best, yarn, has 1.07 nats a digit (probability 34%); as it is, the "
+        "model has 1.10 nats a digit (probability 33%), and may have been made for longer texts."
     )
     better = choice_of(base, read("yarn", [0.7, 0.8, 0.9]))
     assert better.taken is not None and better.taken.method == "yarn"
