@@ -384,3 +384,25 @@ def test_smollm2s_conversion_is_as_its_files_say():
     assert f" (4-bit weights) | {start[512]:.1f} | {start[2048]:.1f} |" in page
     assert f"| strict, after both recipes | {strict[512]:.1f} | {strict[2048]:.1f} |" in page
     assert f"has {strict[2048] / start[2048]:.1f} times the perplexity of its start" in page
+
+
+def test_the_table_of_fresh_books_is_of_its_results():
+    folder = ROOT / "results/extend"
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    cells = {cell["scaling"]: cell for cell in read_json(folder / "fresh/needles.json")["results"]}
+    far = {name: scores_of(cell["documents"], L, True) for name, cell in cells.items()}
+    names = {"shifted distances": "shifted", "leaky distances": "leaky", "YaRN": "yarn"}
+    for name, method in names.items():
+        shown = []
+        for scores in (scores_of(cells[method]["documents"], L, False), far[method]):
+            low, high = (math.exp(-nats) for nats in reversed(nats_interval(scores)))
+            mean = math.exp(-mean_nats(scores))
+            shown.append(f"{100 * mean:.0f} % ({100 * low:.0f} to {100 * high:.0f})")
+        ranges = cells[method]["ranges"]
+        found = [str(ranges[x]["found"]) for x in ("near", "beyond")]
+        fewer = ""
+        if method != "shifted":
+            pairs = differences(far[method], far["shifted"])
+            low, high = nats_interval(pairs)
+            fewer = f"{mean_nats(pairs):.2f} fewer ({low:.2f} to {high:.2f})"
+        assert cells_of_row(page, name, after="**It holds.**") == [*shown, fewer, *found]
