@@ -95,11 +95,11 @@ def test_scores_of_layers_without_positions_grow_and_the_others_are_yarn(kind, t
     scaled.model.layers[2].self_attn.scaling *= factor
     ids = some_tokens(model, length=150)
     before = logits(model, ids)
-    with applied(model, "temperature"):
+    with applied(model, "temperature", to=128):
         within = logits(model, ids)
     assert torch.equal(logits(model, ids), before)
     theirs = type(model)
-    assert extend_context(model, "temperature") is model
+    assert extend_context(model, "temperature", to=128) is model
     assert torch.equal(logits(model, ids), within)
     assert difference(logits(model, ids), logits(scaled, ids)) < 1e-5
     assert difference(logits(model, ids), before) > 1e-3

@@ -356,6 +356,22 @@ def test_what_the_page_says_of_twice_the_training_length_is_of_its_results():
     for method in ("yarn", "ntk", "leaky", "shifted"):  # none is lower by an interval at 2 L
         assert float(beside_limited(method, 512)[2]) > 0
 
+    nats, found = read_by_method(folder / "twice" / "shifted.json")
+    section = page.partition("### Shifted distances beyond L alone")[2]
+    rows["shifted distances"] = "shifted"
+    for name, method in rows.items():
+        if f"| {name} |" in section:
+            read = [f"{math.exp(sum(nats[method, n]) / 3):.2f}" for n in (128, 256, 384)]
+            keys = " ".join(f"{sum(found[method, n]) / 3:.2f}" for n in (256, 384))
+            assert cells_of_row(section, name) == [*read, keys]
+    mean, low, high = beside_limited("shifted", 384)
+    assert f"{mean} % higher ({low} to {high})" in section
+    fewer = [a - b for a, b in zip(found["shifted", 384], found["limited", 384], strict=True)]
+    low, high = mean_interval(fewer)
+    assert low < 0 < high  # so the rule makes it the default
+    interval = f"{sum(fewer) / 3:+.2f} ({low:+.2f} to {high:+.2f})".replace("-", "−")
+    assert f"shifted less limited distances {interval}" in section
+
 
 def test_what_the_page_of_smollm2_says_of_perplexity_is_in_its_table():
     page = (ROOT / "results/smollm2/README.md").read_text(encoding="utf-8")
