@@ -281,9 +281,9 @@ def paired_difference(mine: Scores, theirs: Scores, ratios: bool) -> str | Entry
         first = f"{least:{form}}"
         last = f"{most:{form}}"
     else:
-        shown = signed(mean, "z.3f")
-        first = signed(low, "z.3f")
-        last = signed(high, "z.3f")
+        shown = signed(mean)
+        first = signed(low)
+        last = signed(high)
     if low <= 0 <= high:
         shown = "the same" if first == last else f"{shown}, no difference shown"
     return Entry(shown, f"{first} to {last}")
