@@ -39,12 +39,10 @@ class Check:
     """What was measured, and the method to take.
 
     Attributes:
-        cells: Those of both tasks.
         choice: The method to take; the names of its readings are those of ``methods``.
         methods: By name.
     """
 
-    cells: list[Cell]
     choice: Choice
     methods: dict[str, MethodSettings]
 
@@ -206,7 +204,7 @@ def check_of_cells(
     model: Model,
     methods: Sequence[MethodSettings],
     settings: CheckSettings,
-    cells: list[Cell],
+    cells: Sequence[Cell],
     *,
     length: int,
 ) -> Check:
@@ -219,7 +217,6 @@ def check_of_cells(
     last = last_alone(length)
     alone = replace(_read(cells, {ATTEND_LAST, last}, base, length, quantised), method=last)
     return Check(
-        cells=cells,
         choice=Choice(
             base=replace(first, method="as it is"),
             alone=alone,

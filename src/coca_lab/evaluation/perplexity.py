@@ -1,7 +1,6 @@
 """Perplexity under sliding windows, as docs/evaluation.md describes it."""
 
 import hashlib
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +21,7 @@ from coca_lab.evaluation.windows import (
     shared_first_target,
     windows_of,
 )
+from coca_lab.fingerprints import fingerprint
 from coca_lab.intervals import DocumentScore, perplexity, perplexity_interval
 from coca_lab.loading import check_vocabulary
 from coca_lab.settings.evaluations import PERPLEXITY, PerplexitySettings, WindowSettings
@@ -140,7 +140,7 @@ def _readings(
         repeats=repeats,
         settings=settings,
         documents=documents,
-        text=hashlib.sha256(json.dumps(texts).encode()).hexdigest(),
+        text=fingerprint(texts),
     )
     readings = [plain] if settings.targets == "one-pass" else []
     for window in windows if settings.targets != "one-pass" else ():
@@ -231,10 +231,9 @@ def _figures(reading: WindowReading, tallies: Sequence[Tally]) -> Cell:
         DocumentScore(document.id, nats, tokens)
         for document, (nats, tokens) in zip(documents, counts, strict=True)
     ]
-    interval = perplexity_interval(scores)
     figures: Cell = {
         "perplexity": _number(perplexity(scores)),
-        "ci95": list(interval) if interval else None,
+        "ci95": perplexity_interval(scores),
         "nats": _number(sum(score.nats for score in scores)),
         "tokens": sum(score.tokens for score in scores),
         "documents": [{**asdict(s), "nats": _number(s.nats)} for s in scores],
