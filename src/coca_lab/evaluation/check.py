@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from coca_attention.errors import UserError
 from coca_attention.models import METHODS
 from coca_attention.models.methods import PACKAGE, UNTRIED
-from coca_lab.cells import MethodReading, Probability
+from coca_lab.cells import ATTEND_LAST, MethodReading, Probability
 from coca_lab.evaluation.choice import Choice, Read
 from coca_lab.evaluation.needles import NEEDLES_TASK, last_alone, needle_texts
-from coca_lab.evaluation.perplexity import ATTEND_LAST, PERPLEXITY_TASK
+from coca_lab.evaluation.perplexity import PERPLEXITY_TASK
 from coca_lab.evaluation.task import Cell, Measurement, Model
 from coca_lab.intervals import DocumentScore, mean_nats, nats_interval, perplexity
 from coca_lab.settings.commands import CheckSettings

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coca_attention.errors import UserError
+from coca_lab.cells import ATTEND_LAST
 from coca_lab.data import documents_of, encode_documents
 from coca_lab.engine import Item
 from coca_lab.evaluation.task import Cell, Measurement, MethodSettings, Model, Task
@@ -29,8 +30,6 @@ from coca_lab.settings.sources import TextSettings, check_text
 
 ITEM_TOKENS = 65_536
 """Tokens that an item reads at most, if one window has fewer: what a killed process can lose."""
-ATTEND_LAST = "attend-last"
-"""The ``scaling`` of cells whose model, as it is, reads the last tokens alone."""
 Tally = dict[str, list[tuple[int, float | None, int]]]
 """Index, nats (None: infinite) and tokens of documents, ranges of positions, and repeats."""
 
