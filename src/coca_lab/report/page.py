@@ -13,7 +13,7 @@ from coca_lab.cells import CheckRecord, Content
 from coca_lab.files import check_output, write_text
 from coca_lab.report.charts import Palette
 from coca_lab.report.checks import check_section
-from coca_lab.report.groups import models_of, tell_apart, without_copies
+from coca_lab.report.groups import tell_apart, without_copies
 from coca_lab.report.result_files import (
     ResultFile,
     TrainingRun,
@@ -118,11 +118,11 @@ def build_report(contents: Sequence[Content], *, title: str | None = None) -> st
             for name, width in {"wide": drawing.WIDE, "narrow": drawing.NARROW}.items():
                 picture = drawing.specification(section.chart, palette, width)
                 drawn[name] = drawing.static_svg(picture, f"s{number}{name[0]}")
-        shown.append({"section": section, "drawn": drawn})
+        shown.append((section, drawn))
     groups = []  # of what is not comparable, with its models and files
     for name, group, called in groups_of(tasks):
         if called:
-            members = ", ".join(models_of(group))
+            members = ", ".join(dict.fromkeys(cell.model for cell in group if cell.model))
             sources = ", ".join(dict.fromkeys(cell.file for cell in group if cell.file))
             members += f" ({sources})" if sources else ""
             groups.append((f"{REPORTS[name].title}, {called}", members))
