@@ -22,7 +22,7 @@ from coca_lab.report.charts import DotChart, LineChart, Palette
 from coca_lab.report.checks import check_chart
 from coca_lab.report.drawing import INKS, NARROW, of_theme, specification
 from coca_lab.report.lengths import PASSKEYS, PERPLEXITY, ends
-from coca_lab.report.page import page_sections, tasks_and_runs
+from coca_lab.report.page import page_sections, parts_of
 from coca_lab.report.result_files import parsed, read_results
 from studies.pages import published
 
@@ -116,7 +116,7 @@ def report_charts(folder: Path, said: dict[str, str], lines: str) -> list[Titled
         places = {place_of(cell) for cell in study["results"]}
         more = read_json(measured_later)["results"]
         study["results"] += [cell for cell in more if place_of(cell) not in places]
-    sections = page_sections(*tasks_and_runs(parsed(contents)))
+    sections = page_sections(*parts_of(parsed(contents)))
     charts = {section.title: section.chart for section in sections}
     shown = {}
     for entry in lines.split("; "):

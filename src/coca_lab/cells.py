@@ -20,6 +20,8 @@ Nats = Annotated[float, Field(ge=0, le=1e300)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Interval = Annotated[list[Number], Field(min_length=2, max_length=2)]
 Name = Annotated[str, Field(min_length=1)]
+ATTEND_LAST = "attend-last"
+"""The scaling of cells whose model, as it is, reads one window alone: the last tokens."""
 Content = dict[str, Any]
 """An object of a JSON file."""
 Facts = dict[Any, Any]
@@ -130,7 +132,7 @@ class Perplexity(Figure):
     def facts(self) -> Facts:
         """The documents, the tokens scored of each, and the stride."""
         facts = self._known("conditions", "targets", "text")
-        if self.scaling != "attend-last":  # whose stride is its own
+        if self.scaling != ATTEND_LAST:  # whose stride is its own
             facts |= self._known("stride")
         facts["documents"] = [(each.id, each.tokens) for each in self.documents]
         return facts

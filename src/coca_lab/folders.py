@@ -15,7 +15,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData, snapshot_download
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import GENERATION_CONFIG_NAME, cached_file
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from coca_attention import __version__
 from coca_attention.errors import UserError, install, published_at
@@ -47,6 +47,7 @@ from coca_lab.weights import (
     check_belongs,
     check_finite,
     checked_pieces,
+    model_file,
     quantised_by,
     weight_files,
 )
@@ -241,12 +242,7 @@ def _copy_model(config: PreTrainedConfig, source: str | Path, folder: Path) -> N
         with open(copied, "wb") as sink:
             sink.writelines(checked_pieces(file))
     for name in (GENERATION_CONFIG_NAME, MODELOPT):
-        found = cached_file(
-            place.path,
-            name,
-            revision=place.revision,
-            _raise_exceptions_for_missing_entries=False,
-        )
+        found = model_file(place, name)
         if found is not None:
             shutil.copyfile(found, folder / name)
 

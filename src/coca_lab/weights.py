@@ -51,6 +51,24 @@ CHUNK = 1 << 26
 """Bytes that are read at once: a multiple of the size of any number."""
 
 
+def model_file(
+    place: Place, name: str, *, download: bool = True, needed: bool = False
+) -> Path | None:
+    """A file of a model's folder or name; None if there is none, or OSError if it is needed.
+
+    Without ``download`` files of a name that are not in the cache are none.
+    """
+    file = cached_file(
+        place.path,
+        name,
+        revision=place.revision,
+        local_files_only=not download,
+        _raise_exceptions_for_missing_entries=needed,
+        _raise_exceptions_for_connection_errors=download,
+    )
+    return None if file is None else Path(file)
+
+
 def weight_files(path: str | Path | Place, *, download: bool = True) -> dict[str, Path]:
     """The files of a model's weights with their index, by name in the model's folder.
 
@@ -66,16 +84,9 @@ def weight_files(path: str | Path | Place, *, download: bool = True) -> dict[str
     folder, found = Path(place.path), dict[str, Path]()
 
     def look_for(name: str, needed: bool) -> None:
-        file = cached_file(
-            place.path,
-            name,
-            revision=place.revision,
-            local_files_only=not download,
-            _raise_exceptions_for_missing_entries=needed,
-            _raise_exceptions_for_connection_errors=download,
-        )
+        file = model_file(place, name, download=download, needed=needed)
         if file is not None:
-            found[name] = Path(file)
+            found[name] = file
 
     look_for(SAFE_WEIGHTS_NAME, False)
     if not found:
@@ -131,14 +142,7 @@ def quantised_by(path: str | Path | Place, config: PreTrainedConfig) -> str | No
         values = settings if isinstance(settings, dict) else settings.to_dict()
         return str(values.get("quant_method") or "unknown")
     place = path if isinstance(path, Place) else find_model(path)
-    found = cached_file(
-        place.path,
-        MODELOPT,
-        revision=place.revision,
-        local_files_only=not Path(place.path).is_dir(),
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
+    found = model_file(place, MODELOPT, download=False)
     return None if found is None else "modelopt"
 
 

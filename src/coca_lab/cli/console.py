@@ -31,15 +31,14 @@ class ProgressBar:
             transient=True,
             speed_estimate_period=math.inf,
         )
-        self.bar.add_task("")
-        (self.task,) = self.bar.tasks
+        self.task = self.bar.add_task("")
         self.said = -MINUTE
         self.label = ""
         self.began: tuple[float, int] | None = None
         return self.advance
 
     def advance(self, label: str, done: int, total: int) -> None:
-        self.bar.update(self.task.id, description=label, completed=done, total=total)
+        self.bar.update(self.task, description=label, completed=done, total=total)
         if self.bar.console.is_terminal:
             # Started here and not on entering: during training, Trainer shows a bar of its own.
             self.bar.start()

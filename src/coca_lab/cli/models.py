@@ -234,7 +234,7 @@ def _compare(
             "documents decide (--check-documents)"
         )
     print("The rule and all tables are in the model card, README.md.")
-    shown = [markdown_table(*table) for table in printed_tables(found.cells)]
+    shown = [markdown_table(*table) for table in printed_tables(cells)]
     report = [reason, *choice.warnings, columns, markdown_table(*compared), *lost, RULE, BRACKETS]
     record = CheckRecord(
         decision=" ".join([reason, *choice.warnings]),

@@ -15,7 +15,6 @@ from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.utils import cached_file
 
 from coca_attention.errors import UserError
 from coca_lab.data.documents import (
@@ -32,6 +31,7 @@ from coca_lab.settings.sources import (
     TOKEN_IDS,
     SourceSettings,
 )
+from coca_lab.weights import model_file
 
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_FILES = ("*token*", "*vocab*", "*merges*", "*.model", "*.tiktoken")
@@ -114,15 +114,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     # From a model's type alone Transformers makes a tokenizer of a few tokens (GPT-NeoX, Qwen3).
     files = tokenizer.vocab_files_names.values()  # none for ByT5, whose tokens are bytes
     if files and found <= set(NO_VOCABULARY):
-        there = [
-            cached_file(
-                place.path,
-                name,
-                revision=place.revision,
-                _raise_exceptions_for_missing_entries=False,
-            )
-            for name in files
-        ]
+        there = [model_file(place, name) for name in files]
         if not any(there):
             raise UserError(none)
     tokenizer.init_kwargs.pop("auto_map", None)  # names code of the folder, which is never run

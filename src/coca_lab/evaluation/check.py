@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from coca_attention.errors import UserError
 from coca_attention.models import METHODS
 from coca_attention.models.methods import PACKAGE, UNTRIED
-from coca_lab.cells import MethodReading, Probability
+from coca_lab.cells import ATTEND_LAST, MethodReading, Probability
 from coca_lab.evaluation.choice import Choice, Read
 from coca_lab.evaluation.needles import NEEDLES_TASK, last_alone, needle_texts
-from coca_lab.evaluation.perplexity import ATTEND_LAST, PERPLEXITY_TASK
+from coca_lab.evaluation.perplexity import PERPLEXITY_TASK
 from coca_lab.evaluation.task import Cell, Measurement, Model
 from coca_lab.intervals import DocumentScore, mean_nats, nats_interval, perplexity
 from coca_lab.settings.commands import CheckSettings
@@ -39,12 +39,10 @@ class Check:
     """What was measured, and the method to take.
 
     Attributes:
-        cells: Those of both tasks.
         choice: The method to take; the names of its readings are those of ``methods``.
         methods: By name.
     """
 
-    cells: list[Cell]
     choice: Choice
     methods: dict[str, MethodSettings]
 
@@ -206,7 +204,7 @@ def check_of_cells(
     model: Model,
     methods: Sequence[MethodSettings],
     settings: CheckSettings,
-    cells: list[Cell],
+    cells: Sequence[Cell],
     *,
     length: int,
 ) -> Check:
@@ -219,7 +217,6 @@ def check_of_cells(
     last = last_alone(length)
     alone = replace(_read(cells, {ATTEND_LAST, last}, base, length, quantised), method=last)
     return Check(
-        cells=cells,
         choice=Choice(
             base=replace(first, method="as it is"),
             alone=alone,

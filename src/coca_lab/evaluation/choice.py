@@ -136,14 +136,14 @@ class Read:
 
     def verdict(self, base: "Read", margins: Margins) -> str:
         """The same, with what is lost, or how many documents could tell."""
-        word = self.word(base, margins)
         losses = self.losses(base, margins)
-        found = {lost: loss for lost, loss in losses.items() if loss.word == word}
-        if word == "loses":
-            return f"loses {', '.join(found)}"
-        if word == "cannot tell":
-            return str(max(found.values(), key=lambda loss: loss.needed or math.inf))
-        return word
+        lost = [what for what, loss in losses.items() if loss.word == "loses"]
+        if lost:
+            return f"loses {', '.join(lost)}"
+        unclear = [loss for loss in losses.values() if loss.word == "cannot tell"]
+        if unclear:
+            return str(max(unclear, key=lambda loss: loss.needed or math.inf))
+        return "no loss shown"
 
     @property
     def whole(self) -> list[DocumentScore]:

@@ -186,11 +186,10 @@ def figures(documents: Sequence[Cell], near: int | None = None, beyond: bool = F
     chosen = [_chosen(document, near, beyond) for document in documents]
     scores = scores_of(documents, near, beyond)
     counted = [needle for needles in chosen for needle in needles]
-    interval = nats_interval(scores)
     mean = mean_nats(scores)
     return {
         "nats": mean if math.isfinite(mean) else None,
-        "ci95": list(interval) if interval else None,
+        "ci95": nats_interval(scores),
         "found": sum(needle["found"] for needle in counted),
         "needles": len(counted),
     }

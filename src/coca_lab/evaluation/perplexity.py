@@ -1,7 +1,6 @@
 """Perplexity under sliding windows, as docs/evaluation.md describes it."""
 
 import hashlib
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coca_attention.errors import UserError
+from coca_lab.cells import ATTEND_LAST
 from coca_lab.data import documents_of, encode_documents
 from coca_lab.engine import Item
 from coca_lab.evaluation.task import Cell, Measurement, MethodSettings, Model, Task
@@ -22,6 +22,7 @@ from coca_lab.evaluation.windows import (
     shared_first_target,
     windows_of,
 )
+from coca_lab.fingerprints import fingerprint
 from coca_lab.intervals import DocumentScore, perplexity, perplexity_interval
 from coca_lab.loading import check_vocabulary
 from coca_lab.settings.evaluations import PERPLEXITY, PerplexitySettings, WindowSettings
@@ -29,8 +30,6 @@ from coca_lab.settings.sources import TextSettings, check_text
 
 ITEM_TOKENS = 65_536
 """Tokens that an item reads at most, if one window has fewer: what a killed process can lose."""
-ATTEND_LAST = "attend-last"
-"""The ``scaling`` of cells whose model, as it is, reads the last tokens alone."""
 Tally = dict[str, list[tuple[int, float | None, int]]]
 """Index, nats (None: infinite) and tokens of documents, ranges of positions, and repeats."""
 
@@ -140,7 +139,7 @@ def _readings(
         repeats=repeats,
         settings=settings,
         documents=documents,
-        text=hashlib.sha256(json.dumps(texts).encode()).hexdigest(),
+        text=fingerprint(texts),
     )
     readings = [plain] if settings.targets == "one-pass" else []
     for window in windows if settings.targets != "one-pass" else ():
@@ -231,10 +230,9 @@ def _figures(reading: WindowReading, tallies: Sequence[Tally]) -> Cell:
         DocumentScore(document.id, nats, tokens)
         for document, (nats, tokens) in zip(documents, counts, strict=True)
     ]
-    interval = perplexity_interval(scores)
     figures: Cell = {
         "perplexity": _number(perplexity(scores)),
-        "ci95": list(interval) if interval else None,
+        "ci95": perplexity_interval(scores),
         "nats": _number(sum(score.nats for score in scores)),
         "tokens": sum(score.tokens for score in scores),
         "documents": [{**asdict(s), "nats": _number(s.nats)} for s in scores],

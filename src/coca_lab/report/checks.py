@@ -1,25 +1,17 @@
 """What ``coca extend --check`` compared, as the first section of a page."""
 
-from collections.abc import Sequence
-
 import pandas as pd
 
 from coca_lab.cells import CheckRecord, Probability
 from coca_lab.report.charts import DotChart
-from coca_lab.report.result_files import ResultFile
 from coca_lab.report.section import Entry, Section
 
 GUESS = 0.1
 """The probability of a digit that is guessed."""
 
 
-def check_sections(contents: Sequence[ResultFile]) -> list[Section]:
-    """For every check, its decision, chart and table."""
-    return [_section(file.check) for file in contents if file.check]
-
-
-def _section(check: CheckRecord) -> Section:
-    """The methods side by side."""
+def check_section(check: CheckRecord) -> Section:
+    """The methods side by side, in a chart and a table."""
     length = f"{check.training_length:,}"
     header = ["method", "within L", f"a digit up to {length} tokens back", "farther back"]
     rows = list[list[str | Entry]]()

@@ -95,8 +95,3 @@ def unlike(one: Record, other: Record) -> bool:
     timed = {"seconds", "file", "machine", "throughput"}
     first, second = (part.model_dump(exclude=timed) for part in (one, other))
     return any(first[name] != second[name] for name in first.keys() & second.keys())
-
-
-def models_of(items: Sequence[CheckedCell | TrainingRun]) -> list[str]:
-    """The names of the models, in their order."""
-    return list(dict.fromkeys(item.model for item in items if item.model))

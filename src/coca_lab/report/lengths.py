@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from coca_attention.errors import UserError
-from coca_lab.cells import Figure
+from coca_lab.cells import ATTEND_LAST, Figure
 from coca_lab.intervals import DocumentScore, differences, mean_nats, nats_interval
 from coca_lab.report.charts import MOST, Frame, LineChart
 from coca_lab.report.section import Entry, Section, number, signed
@@ -27,8 +27,6 @@ SCALING_NAMES = {
     "yarn": "YaRN",
 }
 """In the order of a page."""
-SHORT = "attend-last"
-"""The scaling of cells without any text before the last tokens; they have one window alone."""
 ALONE = "last "
 """So begins the scaling of needles in the last tokens alone."""
 Scores = Sequence[DocumentScore]
@@ -106,7 +104,7 @@ def line_label(cell: Figure, x: int) -> str:
     """The name of the line that a cell belongs to."""
     if cell.scaling == "none":
         return cell.model
-    if cell.scaling == SHORT:
+    if cell.scaling == ATTEND_LAST:
         return f"{cell.model}, the last {x:,} tokens alone"
     if cell.scaling.startswith(ALONE):
         return f"{cell.model}, the {cell.scaling}"
@@ -116,11 +114,11 @@ def line_label(cell: Figure, x: int) -> str:
 
 def frame_of(points: Sequence[Point], measure: Measure) -> Frame:
     """A frame, in the order of the page: the last tokens alone at every length, means of seeds."""
-    lengths = sorted({point.x for point in points if point.cell.scaling != SHORT})
+    lengths = sorted({point.x for point in points if point.cell.scaling != ATTEND_LAST})
     rows = []
     for point in points:
         cell = point.cell
-        last = cell.scaling == SHORT
+        last = cell.scaling == ATTEND_LAST
         low, high = point.interval or (math.nan, math.nan)
         row = {
             "line": line_label(cell, point.x),
@@ -138,8 +136,8 @@ def frame_of(points: Sequence[Point], measure: Measure) -> Frame:
         everywhere = lengths if last and lengths else [point.x]
         rows += [row | {"x": x} for x in everywhere]
     frame: Frame = pd.DataFrame(rows)
-    others = (each for each in frame["scaling"].unique() if each != SHORT)
-    scalings = [*SCALING_NAMES, *others, SHORT]
+    others = (each for each in frame["scaling"].unique() if each != ATTEND_LAST)
+    scalings = [*SCALING_NAMES, *others, ATTEND_LAST]
     scaling = frame["scaling"].map(scalings.index)
     model, _ = frame["model"].factorize()
     line, _ = frame["line"].factorize()
@@ -246,7 +244,7 @@ def _paired_column(frame: Frame, measure: Measure) -> tuple[str, dict[str, str |
     None unless two lines read the same documents there.
     """
     known = frame[(frame["seeds"] < 2) & (frame["scores"].map(len) > 1)]
-    full = known[(known["scaling"] != SHORT) & np.isfinite(known["y"].astype(float))]
+    full = known[(known["scaling"] != ATTEND_LAST) & np.isfinite(known["y"].astype(float))]
     if full.empty:
         return None
     longest = full["x"].max()
@@ -281,9 +279,9 @@ def paired_difference(mine: Scores, theirs: Scores, ratios: bool) -> str | Entry
         first = f"{least:{form}}"
         last = f"{most:{form}}"
     else:
-        shown = signed(mean, "z.3f")
-        first = signed(low, "z.3f")
-        last = signed(high, "z.3f")
+        shown = signed(mean)
+        first = signed(low)
+        last = signed(high)
     if low <= 0 <= high:
         shown = "the same" if first == last else f"{shown}, no difference shown"
     return Entry(shown, f"{first} to {last}")

@@ -9,11 +9,11 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 
 from coca_attention.errors import UserError
-from coca_lab.cells import Content
+from coca_lab.cells import CheckRecord, Content
 from coca_lab.files import check_output, write_text
 from coca_lab.report.charts import Palette
-from coca_lab.report.checks import check_sections
-from coca_lab.report.groups import models_of, tell_apart, without_copies
+from coca_lab.report.checks import check_section
+from coca_lab.report.groups import tell_apart, without_copies
 from coca_lab.report.result_files import (
     ResultFile,
     TrainingRun,
@@ -62,15 +62,12 @@ def write_report(
     return output
 
 
-def write_figures(contents: Sequence[Content], folder: str | Path) -> list[Path]:
+def write_figures(contents: Sequence[Content], folder: str | Path) -> None:
     """Write every chart of a page as SVG, PDF and PNG, for a column of a paper.
 
     Args:
         contents: Of result files.
-        folder: Is made; files with the same names are replaced.
-
-    Returns:
-        The files, named after the charts' titles.
+        folder: Is made; the files are named after the charts' titles, and replace those there.
 
     Raises:
         UserError: If a result is invalid.
@@ -80,9 +77,7 @@ def write_figures(contents: Sequence[Content], folder: str | Path) -> list[Path]
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     palette: Palette = {}
-    written = []
-    found = parsed(contents)
-    sections = check_sections(found) + page_sections(*tasks_and_runs(found))
+    sections = page_sections(*parts_of(parsed(contents)))
     for number, section in enumerate(sections, 1):
         if section.chart is None:
             continue
@@ -91,8 +86,6 @@ def write_figures(contents: Sequence[Content], folder: str | Path) -> list[Path]
         for ending, content in drawing.for_print(section.chart, palette).items():
             path = stem.with_name(f"{stem.name}.{ending}")
             path.write_bytes(content)
-            written.append(path)
-    return written
 
 
 def build_report(contents: Sequence[Content], *, title: str | None = None) -> str:
@@ -104,8 +97,8 @@ def build_report(contents: Sequence[Content], *, title: str | None = None) -> st
     from coca_lab.report import drawing  # here, since Altair takes half a second
 
     found = parsed(contents)
-    tasks, runs = tasks_and_runs(found)
-    sections = check_sections(found) + page_sections(tasks, runs)
+    checks, tasks, runs = parts_of(found)
+    sections = page_sections(checks, tasks, runs)
     if not sections:
         others = {str(cell.get("task")) for file in found for cell in file.results}
         raise UserError(
@@ -125,11 +118,11 @@ def build_report(contents: Sequence[Content], *, title: str | None = None) -> st
             for name, width in {"wide": drawing.WIDE, "narrow": drawing.NARROW}.items():
                 picture = drawing.specification(section.chart, palette, width)
                 drawn[name] = drawing.static_svg(picture, f"s{number}{name[0]}")
-        shown.append({"section": section, "drawn": drawn})
+        shown.append((section, drawn))
     groups = []  # of what is not comparable, with its models and files
     for name, group, called in groups_of(tasks):
         if called:
-            members = ", ".join(models_of(group))
+            members = ", ".join(dict.fromkeys(cell.model for cell in group if cell.model))
             sources = ", ".join(dict.fromkeys(cell.file for cell in group if cell.file))
             members += f" ({sources})" if sources else ""
             groups.append((f"{REPORTS[name].title}, {called}", members))
@@ -137,13 +130,13 @@ def build_report(contents: Sequence[Content], *, title: str | None = None) -> st
     if len(studies) == 1:
         title = title or studies.pop()
     measured = " · ".join(REPORTS[name].title for name in tasks) or "Training"
-    if any(file.check for file in found):
+    if checks:
         measured = "Which method reads farther"
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     source = files("coca_lab.report").joinpath("page.html.j2").read_text(encoding="utf-8")
     return template.from_string(source).render(
         title=title or measured,
-        decisions=[file.check.decision for file in found if file.check],
+        decisions=[check.decision for check in checks],
         palettes={theme: drawing.colours(theme) for theme in drawing.INKS},
         failures=[each for file in found for each in file.failures.items()],
         groups=groups,
@@ -153,17 +146,22 @@ def build_report(contents: Sequence[Content], *, title: str | None = None) -> st
     )
 
 
-def tasks_and_runs(contents: Sequence[ResultFile]) -> tuple[Tasks, list[TrainingRun]]:
+def parts_of(
+    contents: Sequence[ResultFile],
+) -> tuple[list[CheckRecord], Tasks, list[TrainingRun]]:
     """What result files hold; names that mean two models are told apart by their files."""
+    checks = [content.check for content in contents if content.check]
     runs = without_copies([run for content in contents for run in content.training])
     tasks = by_task(contents)
     tell_apart([group for groups in tasks.values() for group in groups], runs)
-    return tasks, runs
+    return checks, tasks, runs
 
 
-def page_sections(tasks: Tasks, runs: Sequence[TrainingRun]) -> list[Section]:
+def page_sections(
+    checks: Sequence[CheckRecord], tasks: Tasks, runs: Sequence[TrainingRun]
+) -> list[Section]:
     """The sections of a page, in the order of the tasks."""
-    sections: list[Section] = []
+    sections = [check_section(check) for check in checks]
     for name, group, called in groups_of(tasks):
         for section in REPORTS[name].sections(group):
             title = f"{section.title} ({called})" if called else section.title

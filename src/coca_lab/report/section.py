@@ -44,9 +44,9 @@ class Section:
     note: str = ""
 
 
-def signed(value: float, digits: str) -> str:
-    """A number with its sign, a minus sign for negative ones; format such as ``.2f`` or ``.1%``."""
-    return f"{value:+{digits}}".replace("-", "−")
+def signed(value: float) -> str:
+    """A number with its sign, a minus sign for negative ones."""
+    return f"{value:+z.3f}".replace("-", "−")
 
 
 def number(value: float) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from coca_lab.cells import (
+    ATTEND_LAST,
     CheckedCell,
     Content,
     Harness,
@@ -34,7 +35,6 @@ from coca_lab.report.lengths import (
     PASSKEYS,
     PERPLEXITY,
     RULER,
-    SHORT,
     Point,
     Scores,
     ends,
@@ -73,7 +73,8 @@ def perplexity_sections(cells: Sequence[Perplexity]) -> list[Section]:
     """By window; apart, by position, and of what is a copy from far back."""
     caption = seeds_caption(cells, mean="Geometric means")
     if not caption:
-        caption = _documents_caption([cell for cell in cells if cell.scaling != SHORT] or cells)
+        longer = [cell for cell in cells if cell.scaling != ATTEND_LAST]
+        caption = _documents_caption(longer or cells)
     points = []
     for cell in cells:
         scores = [document.score for document in cell.documents]

@@ -32,7 +32,7 @@ from coca_lab.files import (
     write_json,
     write_text,
 )
-from coca_lab.recipe import TEXT, Recipe, check_same_recipe
+from coca_lab.recipe import TEXT, Recipe, as_yaml, check_same_recipe
 
 log = logging.getLogger(__name__)
 
@@ -66,15 +66,14 @@ def read_summary(output: str | Path) -> Summary:
 @contextmanager
 def claim(
     recipe: Recipe,
-    written: str,
     inputs: Mapping[str, str],
     output: Path,
     may_change: Collection[str] = (),
 ) -> Iterator[None]:
     """Make a folder that of a run, new or unfinished, and keep other processes from it.
 
-    An error before the first step leaves nothing in it. ``written`` is the recipe as YAML, and
-    ``inputs`` are fingerprints of what it names.
+    An error before the first step leaves nothing in it. ``inputs`` are fingerprints of what the
+    recipe names.
     """
     with no_empty_folders(output / RECIPE_FILE):
         check_writable(output / RECIPE_FILE)
@@ -86,7 +85,7 @@ def claim(
                 # What a kill has left before the first checkpoint.
                 remove_start(output)
                 write_json(output / INPUTS_FILE, inputs)
-            write_text(output / RECIPE_FILE, written)
+            write_text(output / RECIPE_FILE, as_yaml(recipe))
             try:
                 yield
             except BaseException:

@@ -16,7 +16,6 @@ from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -39,7 +38,7 @@ from coca_lab.loading import (
     model_without_weights,
     no_progress_bars,
 )
-from coca_lab.recipe import Recipe, all_fields, as_yaml
+from coca_lab.recipe import Recipe, all_fields
 from coca_lab.training.arguments import training_arguments
 from coca_lab.training.callbacks import shown
 from coca_lab.training.folder import (
@@ -92,8 +91,6 @@ def train(
     output = Path(output)
     recipe.check()
     recipe = with_precision(recipe, output)
-    written = as_yaml(recipe)
-    settings = all_fields(recipe)
     if (output / SUMMARY_FILE).is_file():
         check_finished(recipe, inputs_of(recipe), output, may_change)
         return output
@@ -114,7 +111,7 @@ def train(
         with state.main_process_first():
             inputs = inputs_of(recipe)
             if state.is_main_process:
-                stack.enter_context(claim(recipe, written, inputs, output, may_change))
+                stack.enter_context(claim(recipe, inputs, output, may_change))
                 log.info("%s: reading the text", output)
         data = load_data(recipe, inputs, output)
         if state.is_main_process:
@@ -127,7 +124,7 @@ def train(
                 most = each.per_device_train_batch_size
                 each.per_device_eval_batch_size = largest_divisor(size, most)
         saved = [last_state(folder / "checkpoints") for folder in folders]
-        run = Run(recipe, settings, output, folders, arguments, dtype, data, saved, callbacks)
+        run = Run(recipe, output, folders, arguments, dtype, data, saved, callbacks)
         if recipe.model.start is not None and data.validation is not None:
             measure_start(run, recipe.model.start)
         stages = [fit(run, number) for number in range(len(folders))]
@@ -168,7 +165,6 @@ class Run:
     """A run that is ready to train."""
 
     recipe: Recipe
-    settings: dict[str, Any]  # all fields of the recipe, for the record
     output: Path
     folders: list[Path]  # of every stage, with its checkpoints
     arguments: list[TrainingArguments]  # of every stage
@@ -296,7 +292,7 @@ def summarise(run: Run, stages: list[Summary]) -> None:
         "seconds": None if None in seconds else sum(seconds),  # None if the run was interrupted
         "throughput": stages[-1]["throughput"],  # of the last stage
         **curves,
-        "recipe": run.settings,
+        "recipe": all_fields(recipe),
         "seed": recipe.training.seed,
         "environment": describe_environment(),
     }

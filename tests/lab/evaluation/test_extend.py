@@ -165,9 +165,9 @@ def test_what_is_compared_is_what_the_tasks_measure(source):
     beyond = far["ranges"]["beyond"]
     assert sum(x.tokens for x in read.far) == 7 * beyond["needles"] > 0
     assert sum(x.nats for x in read.far) / (7 * beyond["needles"]) == pytest.approx(beyond["nats"])
-    assert {cell["task"] for cell in found.cells} == {"perplexity", "needles"}
+    assert {cell["task"] for cell in cells} == {"perplexity", "needles"}
     # The last L tokens of every text beside all of it, and the model as it is.
-    assert {(cell["task"], cell["scaling"]) for cell in found.cells} == {
+    assert {(cell["task"], cell["scaling"]) for cell in cells} == {
         *itertools.product(("perplexity", "needles"), ("none", "yarn")),
         ("perplexity", "attend-last"),
         ("needles", "last 160 tokens alone"),

@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 from coca_lab.data.ruler import ANSWER_TOKENS
 from coca_lab.intervals import wilson_interval
-from coca_lab.report.page import page_sections, tasks_and_runs
+from coca_lab.report.page import page_sections, parts_of
 from coca_lab.report.result_files import parsed
 from coca_lab.report.section import Section
 
@@ -19,7 +19,7 @@ ENVIRONMENT = {
 def shown(*cells: dict, runs=()) -> dict[str, Section]:
     """The sections of a page of cells and runs, by their titles."""
     content = {"results": [*cells], "training": [*runs], "file": "results.json"}
-    sections = page_sections(*tasks_and_runs(parsed([content])))
+    sections = page_sections(*parts_of(parsed([content])))
     return {section.title: section for section in sections}
 
 

@@ -28,7 +28,7 @@ from coca_lab.report.drawing import (
     spread,
     static_svg,
 )
-from coca_lab.report.page import page_sections, tasks_and_runs
+from coca_lab.report.page import page_sections, parts_of
 from coca_lab.report.result_files import parsed
 from covering import mostly_slow
 from studies.pages import WORDS, published
@@ -209,7 +209,7 @@ def test_a_chart_of_one_length_is_left_out_since_its_table_says_the_same():
         for length in (64, 128)
     ]
     for cells, drawn in ((read[:1], False), (read, True)):
-        (section,) = page_sections(*tasks_and_runs(parsed([{"results": cells}])))
+        (section,) = page_sections(*parts_of(parsed([{"results": cells}])))
         assert section.rows and (section.chart is not None) == drawn
 
 
@@ -251,7 +251,7 @@ def test_a_published_study_shows_a_chart_first(name):
 
 
 def sections_of(folder):
-    return page_sections(*tasks_and_runs(parsed(published(folder))))
+    return page_sections(*parts_of(parsed(published(folder))))
 
 
 def test_trials_of_a_study_are_read_with_words_for_their_letters():

@@ -186,7 +186,7 @@ def test_whose_folder_it_is(text_folder, tmp_path):
     leaves no trace."""
     (tmp_path / ".recipe.yaml.123.partial").write_text("mod")
     chosen = recipe(text_folder)
-    with claim(chosen, as_yaml(chosen), {}, tmp_path):
+    with claim(chosen, {}, tmp_path):
         assert load_recipe(tmp_path / "recipe.yaml") == chosen
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("precious")
