@@ -117,6 +117,13 @@ class Reading:
             self.position_ids = (torch.arange(self.length, device=tokens.device) + self.past)[None]
 
     @property
+    def last_position(self) -> int:
+        """The largest position of these tokens, read from the device only where it is given."""
+        if self.is_placed or not isinstance(self.past, int):
+            return int(self.position_ids.max())
+        return self.past + self.length - 1
+
+    @property
     def ends(self) -> bool:
         """Whether these tokens are the last keys: a static cache has more slots."""
         return isinstance(self.past, int) and self.slots == self.past + self.length
@@ -164,7 +171,7 @@ class KeyPositions:
         self.slots = self._placed(slot, mask)
         distance_map = rotation(config).distance_map
         if distance_map is not None and distance_map.after and not torch.compiler.is_compiling():
-            self.last_position = int(position_ids.max())
+            self.last_position = reading.last_position
         if in_order:
             self.grow_by_one = True
         elif torch.compiler.is_compiling():
