@@ -35,8 +35,8 @@ PAGES: dict[str, tuple[dict[str, str], str]] = {
          "others 22.7 to 88.5.",
          f"{KEYS} (texts 1 of 2)": "Passkeys found at 4,096 tokens (16 × the training context): "
          "roles 100%, the others 0% to 8%."},
-        "Roles, rotary, no decay=roles; RoFormer + limited (16)=RoPE, limited distances; "
-        "ALiBi; RoFormer + YaRN (16)=RoPE, YaRN; CoCA-Strict; RoFormer + NTK (16)=RoPE, NTK; "
+        "Roles, rotary, no decay=roles; RoFormer + limited to 16 L=RoPE, limited distances; "
+        "ALiBi; RoFormer + YaRN to 16 L=RoPE, YaRN; CoCA-Strict; RoFormer + NTK to 16 L=RoPE, NTK; "
         "RoFormer=RoPE",
     ),
     "verdict": (
@@ -69,8 +69,8 @@ PAGES: dict[str, tuple[dict[str, str], str]] = {
          "23.0, the others 27.4 to 101.4.",
          KEYS: "Passkeys found at 4,096 tokens (16 × the training context): “limited, trained” 5%, "
          "the others 0% to 2%."},
-        "limited distances; limited distances, trained=limited, trained; base + YaRN (16)=YaRN; "
-        "base + dynamic NTK (16)=dynamic NTK; dropped positions, trained=dropped, trained; base",
+        "limited distances; limited distances, trained=limited, trained; base + YaRN to 16 L=YaRN; "
+        "base + dynamic NTK to 16 L=dynamic NTK; dropped positions, trained=dropped, trained; base",
     ),
 }  # fmt: skip
 """By folder of results: the sections of its report whose charts its page shows with these words,

@@ -54,8 +54,6 @@ MEASURED = {"distances": 16, "frequencies": 16, "weights": 64}
 """T / L up to which methods of a kind were measured: 4,096 tokens of models made for 256
 (results/extension), and a temperature in their queries 16,384 (results/retrieval)."""
 
-BRACKETS = "Below, a number in brackets after a method is T / L: how many times L it reads."
-
 
 def convert_command(path: str, target: str, wanted: Conversion, folder: FolderSettings) -> None:
     """Turn a vanilla model's folder into the CoCA model of its family, to be trained on."""
@@ -235,7 +233,7 @@ def _compare(
         )
     print("The rule and all tables are in the model card, README.md.")
     shown = [markdown_table(*table) for table in printed_tables(cells)]
-    report = [reason, *choice.warnings, columns, markdown_table(*compared), *lost, RULE, BRACKETS]
+    report = [reason, *choice.warnings, columns, markdown_table(*compared), *lost, RULE]
     record = CheckRecord(
         decision=" ".join([reason, *choice.warnings]),
         training_length=length,

@@ -108,8 +108,8 @@ def line_label(cell: Figure, x: int) -> str:
         return f"{cell.model}, the last {x:,} tokens alone"
     if cell.scaling.startswith(ALONE):
         return f"{cell.model}, the {cell.scaling}"
-    factor = f" ({cell.factor:g})" if cell.factor else ""
-    return f"{cell.model} + {SCALING_NAMES.get(cell.scaling, cell.scaling)}{factor}"
+    reach = f" to {cell.factor:g} L" if cell.factor else ""
+    return f"{cell.model} + {SCALING_NAMES.get(cell.scaling, cell.scaling)}{reach}"
 
 
 def frame_of(points: Sequence[Point], measure: Measure) -> Frame:

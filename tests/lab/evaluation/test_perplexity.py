@@ -383,7 +383,7 @@ def test_eval_perplexity_and_report(capsys, model_folder, text_folder, tmp_path)
     ]  # fmt: skip
     assert len({c["tokens"] for c in cells}) == 1
     assert content["environment"]["versions"]["torch"] == version("torch")
-    assert f"{cells[1]['perplexity']:.1f}" in out and "tiny + NTK (2)" in out
+    assert f"{cells[1]['perplexity']:.1f}" in out and "tiny + NTK to 2 L" in out
     page = tmp_path / "page.html"
     code, out, err = run(capsys, "report", output, "--output", page, "--title", "Mine")
     assert code == 0, err

@@ -161,8 +161,8 @@ def test_a_long_name_is_written_in_rows():
 
 def test_the_name_of_a_model_stands_once_where_all_lines_are_of_it():
     """On a phone, seven lines of SmolLM2-135M-Instruct left a third of the chart's width."""
-    lines = ["a-b", "a-b + limited (1.5)", "a-b, the last 64 tokens alone", "a-b-c"]
-    for others, shown in (([], ["a-b", "limited (1.5)", "the last 64 tokens alone", "a-b-c"]),
+    lines = ["a-b", "a-b + limited to 1.5 L", "a-b, the last 64 tokens alone", "a-b-c"]
+    for others, shown in (([], ["a-b", "limited to 1.5 L", "the last 64 tokens alone", "a-b-c"]),
                           (["c + yarn"], [*lines, "c + yarn"])):  # fmt: skip
         made = specification(chart(*(points(name, [1, 2]) for name in lines + others)), {})
         named = made["datasets"][made["layer"][-1]["data"]["name"]]
@@ -187,7 +187,7 @@ def test_a_method_has_one_colour_in_every_chart():
     assert palette["Native"] == (method_of("roles"), 1)  # deeper, and dashed
     assert COLOURS[palette["x"][0]][0] == ()
     # Methods that read farther have theirs, whatever they are of: four lines of RoPE had one.
-    names = ["RoPE", "RoPE + YaRN", "RoPE + NTK (4)", "RoPE + leaky", "RoPE, limited distances"]
+    names = ["RoPE", "RoPE + YaRN", "RoPE + NTK to 4 L", "RoPE + leaky", "RoPE, limited distances"]
     assert len({method_of(name) for name in names}) == len(names)
 
 

@@ -60,7 +60,7 @@ def test_a_chart_is_there_for_wide_and_narrow_pages_in_the_colours_of_the_page(h
     assert html.count('role="img"') == 1
     assert html.count('class="wide"') == html.count('class="narrow"') == 1
     assert html.count('class="marks"') == 2
-    assert "<title>RoFormer + NTK (4): 60 at 128 (54 to 66)</title>" in html
+    assert "<title>RoFormer + NTK to 4 L: 60 at 128 (54 to 66)</title>" in html
     assert "RoFormer, the last 64 tokens alone: 41 at 64 to 41 at 128" in html
     # Colours are set by the page, which is light or dark.
     assert not re.search(r'(stroke|fill)="#[0-9a-f]{6}"', html)
@@ -115,7 +115,7 @@ def test_a_table_that_is_wider_than_its_page_says_so_at_any_width(html):
 
 def test_figures_tables_and_settings_are_there(page):
     for expected in (
-        "A & B", "RoFormer + NTK (4)", "RoFormer, the last 64 tokens alone", "54.00",
+        "A & B", "RoFormer + NTK to 4 L", "RoFormer, the last 64 tokens alone", "54.00",
         "48.60 to 59.40", "training context", "12,345", "A <processor>", "coca study quickstart",
         "perplexity (lower is better)", "Recipe of RoFormer", "learning_rate: 0.003",
     ):  # fmt: skip
@@ -246,7 +246,7 @@ def test_one_model_measured_twice_is_told_apart_by_its_files(tmp_path, undrawn):
         written(tmp_path, "two/results.json", other, training=[run]),
     ]
     text = Page(build_report(read_results(files))).text
-    for name in ("RoFormer (one)", "RoFormer (one) + NTK (4)", "RoFormer (two)"):
+    for name in ("RoFormer (one)", "RoFormer (one) + NTK to 4 L", "RoFormer (two)"):
         assert name in text, name
     assert "CoCA-Slack (" not in text and "Recipe of RoFormer (two)" in text
     # Copies of one result are no second measurement, whatever else their files have.

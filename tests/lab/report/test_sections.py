@@ -86,7 +86,7 @@ def text(row) -> list[str]:
 def test_a_table_has_figures_intervals_and_conditions_by_hand():
     keys = shown(*PROMPTS)["Passkeys found, by prompt length"]
     assert text(keys.header) == ["share of passkeys found at", "512 (1 ×)", "4,096 (8 ×)"]
-    assert text(keys.rows[2]) == ["CoCA-Slack + NTK (4)", "–", "70% (10% to 90%)"]
+    assert text(keys.rows[2]) == ["CoCA-Slack + NTK to 4 L", "–", "70% (10% to 90%)"]
     assert keys.rows[2][2].bold and not keys.rows[1][2].bold
     none = shown(*({**each, "accuracy": 0.0} for each in PROMPTS))
     entries = [cell for row in none["Passkeys found, by prompt length"].rows for cell in row]
@@ -241,7 +241,7 @@ def test_all_tables_of_the_paper_are_shown_beside_others_if_asked_for(undrawn):
     for expected in (
         "Paper’s CoCA-Slack + dynamic NTK", "3,276.0", "Paper’s LLaMA-7B + CoCA", "9,673.1",
         # Strict is 18.25 below slack's 89.31 in Table 3, and 0.12 below 0.99.
-        "Paper’s CoCA-Strict + NTK (4)", "71.06", "87%", "Paper’s LLaMA-7B + CoCA + PI",
+        "Paper’s CoCA-Strict + NTK to 4 L", "71.06", "87%", "Paper’s LLaMA-7B + CoCA + PI",
         "7 billion parameters, converted; 100 prompts each.",
     ):  # fmt: skip
         assert expected in page, expected

@@ -276,7 +276,7 @@ def test_from_the_command_line_to_a_report(small, finished, tmp_path, capsys):
     words = ["study", str(small), "--output", str(out), "--workers", "0"]
     assert main(words) == 0
     printed = capsys.readouterr()
-    assert "some + PI (2)" in printed.out and str(out / "report.html") in printed.out
+    assert "some + PI to 2 L" in printed.out and str(out / "report.html") in printed.out
     assert main(["report", str(out), "--output", str(tmp_path / "again.html")]) == 0
     for word, message in (
         ("--workers=-1", "workers must be 0 or more"),
