@@ -422,3 +422,15 @@ def test_the_table_of_fresh_books_is_of_its_results():
             low, high = nats_interval(pairs)
             fewer = f"{mean_nats(pairs):.2f} fewer ({low:.2f} to {high:.2f})"
         assert cells_of_row(page, name, after="**It holds.**") == [*shown, fewer, *found]
+    texts = {cell["scaling"]: cell for cell in read_json(folder / "fresh/texts.json")["results"]}
+    documents = {
+        name: [DocumentScore.of(each) for each in cell["documents"]] for name, cell in texts.items()
+    }
+    pairs = differences(documents["shifted"], documents["attend-last"])
+    mean, low, high = (
+        f"{100 * math.expm1(nats):.1f}" for nats in (mean_nats(pairs), *nats_interval(pairs))
+    )
+    shown = {name: f"{cell['perplexity']:.2f}" for name, cell in texts.items()}
+    said = " ".join(page.split())
+    assert f"is {shown['shifted']} with shifted distances, {mean} % above" in said
+    assert f"alone, {shown['attend-last']} ({low} to {high};" in said
