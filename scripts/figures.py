@@ -185,10 +185,10 @@ def picture_of_digits(width: int) -> str:
     chart = chart_of_digits()
     far = chart.points[chart.points["place"] == chart.places[0]].set_index("line")["y"]
     made = specification(chart, {}, width)
-    alone = NAMES["last 8,192 tokens alone"]
+    others = far.drop(chart.bold)
     said = (
         f"Probability of a digit farther back than L = 8,192 tokens: {far[chart.bold]:.0%} "
-        f"with {chart.bold}, {far[alone]:.0%} with {alone}"
+        f"with {chart.bold}, {others.max():.0%} with {others.idxmax()}, the next best"
     )
     made["title"] = {"text": textwrap.wrap(said, width // 9), "anchor": "start"}
     made["title"] |= {"frame": "bounds", "subtitle": textwrap.wrap(BOOKS, width // 7)}

@@ -1,6 +1,7 @@
 """The command generate: a model continues a prompt."""
 
 import io
+import logging
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -9,11 +10,14 @@ from typing import Any
 from transformers import TextStreamer, set_seed
 
 from coca_attention.errors import UserError, error_prefix
+from coca_attention.models.configuration import extension_of
 from coca_lab.data import load_tokenizer
 from coca_lab.data.chat import chat_text
 from coca_lab.generation import FiniteScores
 from coca_lab.loading import guard_vocabulary, load_model, model_without_weights
 from coca_lab.settings.commands import GenerateSettings
+
+log = logging.getLogger(__name__)
 
 
 def generate_command(path: str, prompt: str, settings: GenerateSettings) -> None:
@@ -36,6 +40,12 @@ def generate_command(path: str, prompt: str, settings: GenerateSettings) -> None
         raise UserError("the prompt has no tokens; give some text to continue")
     model: Any = load_model(path, dtype=settings.dtype, device=settings.device)
     guard_vocabulary(model, tokenizer)
+    extended = extension_of(model.config.get_text_config())
+    if extended and before + settings.max_new_tokens > extended["to"]:
+        log.warning(
+            f"a prompt of {before:,} tokens and an answer of up to {settings.max_new_tokens:,} are "
+            f"more than the {extended['to']:,} that {path} was extended for: expect errors"
+        )
     inputs = inputs.to(model.device)
     names = ("temperature", "top_p", "top_k")
     options: dict[str, Any] = {n: value for n in names if (value := getattr(settings, n))}

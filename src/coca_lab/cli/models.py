@@ -90,14 +90,20 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
     report = ""
     measured = dict[str, Any]()
     if check.check:
-        chosen, report, measured = _compare(path, model, wanted, check, length, to)
+        chosen, report, measured = _compare(path, target, model, wanted, check, length, to)
     else:
         method = wanted.method
+        why = ""
         if method == "auto":
             extended = extend_context(deepcopy(model), to=to, length=length)
             method = getattr(extended.config.get_text_config(), EXTENSION)["method"]
+            why = "the default"
+            try:
+                extend_context(deepcopy(model), DEFAULTS[0], to=to, length=length)
+            except UserError as error:
+                why = f"as the default, {DEFAULTS[0]}, cannot be taken: {error}"
         _print_training_length(config, wanted.length)
-        _say_what_is_taken(wanted, method, length, to)
+        _say_what_is_taken(method, why, length, to)
         chosen = MethodSettings(method, to / length, _options(wanted, method), wanted.length)
     model = extend_folder(
         path,
@@ -123,12 +129,9 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
     print(f"Next: {generate_words(target)}, coca serve {target}")
 
 
-def _say_what_is_taken(wanted: ExtendSettings, method: MethodName, length: int, to: int) -> None:
-    """Say which method an unmeasured extension takes and why, and what is unknown of it."""
-    if wanted.method == "auto":
-        why = "the default"
-        if method != DEFAULTS[0]:
-            why = f"since {DEFAULTS[0]} is not for this model, or not for {to:,} tokens"
+def _say_what_is_taken(method: MethodName, why: str, length: int, to: int) -> None:
+    """Say which method an unmeasured extension takes, why if it was not named, and what it does."""
+    if why:
         print(f"Method: {method}, {why}; --check TEXT measures which one reads best")
         if METHODS[method].within == "exact":
             found = ", and little is found farther back" if method == "limited" else ""
@@ -154,6 +157,7 @@ def _options(wanted: ExtendSettings, method: MethodName) -> dict[str, Any]:
 
 def _compare(
     path: str,
+    target: str,
     plain: PreTrainedModel,
     wanted: ExtendSettings,
     check: CheckSettings,
@@ -225,21 +229,25 @@ def _compare(
             print(f"Not measured: {method} ({error})")
         named = [f"{row.name} ({row.left_out})" for row in METHODS.values() if row.left_out]
         print(f"Not measured unless named with --method: {', '.join(named)}")
-    if taken is None:
-        print(RULE)  # there is no card
-        raise UserError(
-            "no method is taken, so nothing is written: name one with --method, or let more "
-            "documents decide (--check-documents)"
-        )
-    print("The rule and all tables are in the model card, README.md.")
-    shown = [markdown_table(*table) for table in printed_tables(cells)]
-    report = [reason, *choice.warnings, columns, markdown_table(*compared), *lost, RULE]
     record = CheckRecord(
         decision=" ".join([reason, *choice.warnings]),
         training_length=length,
         readings=readings,
     )
-    return taken, "\n\n".join([*report, *shown]), {"check": record.model_dump(), "results": cells}
+    content = {"check": record.model_dump(), "results": cells}
+    if taken is None:
+        print(RULE)  # there is no card
+        results = Path(f"{Path(target)}.results.json")
+        write_json(results, {**content, "environment": describe_environment()})
+        print(f"Results: {results}, drawn by coca report {results}")
+        raise UserError(
+            "no method is taken, so no model is written: name one with --method, or let more "
+            "documents decide (--check-documents)"
+        )
+    print("The rule and all tables are in the model card, README.md.")
+    shown = [markdown_table(*table) for table in printed_tables(cells)]
+    report = [reason, *choice.warnings, columns, markdown_table(*compared), *lost, RULE]
+    return taken, "\n\n".join([*report, *shown]), content
 
 
 def export_command(path: str, target: str, wanted: ExportSettings) -> None:

@@ -203,10 +203,15 @@ def test_without_a_method_that_shows_no_loss_none_is_taken(source, tmp_path, cap
     lost = {"2.0% of perplexity at 160": Loss("loses", 0.02, (0.01, 0.03), documents=1)}
     monkeypatch.setattr(Read, "losses", lambda *_: lost)
     code, said, err = run(capsys, *extend(source, tmp_path / "target", "--check-documents", 1))
-    assert code == 2 and "no method is taken, so nothing is written" in err
+    assert code == 2 and "no method is taken, so no model is written" in err
     assert 'No method has "no loss shown" within L, so none is taken.' in said
     assert "\nlimited: loses 2.0% of perplexity at 160\n" in said
     assert RULE in said and "perplexity at (" not in said and not (tmp_path / "target").exists()
+    # Hours of measurements are there for a report.
+    results = tmp_path / "target.results.json"
+    assert f"Results: {results}, drawn by coca report {results}" in said
+    (content,) = read_results([results])
+    assert content["check"]["decision"].startswith("No method has") and content["results"]
 
 
 def test_a_method_that_is_named_is_written_whatever_the_check_says(source, tmp_path, capsys):
@@ -225,7 +230,7 @@ def test_a_method_that_is_named_is_written_whatever_the_check_says(source, tmp_p
 def test_where_no_method_finds_the_numbers_none_is_taken(source, tmp_path, capsys):
     """Of random weights, which do no better than a guess."""
     code, said, err = run(capsys, *extend(source, tmp_path / "target"))
-    assert code == 2 and "so nothing is written: name one with --method" in err
+    assert code == 2 and "so no model is written: name one with --method" in err
     first = next(line for line in said.splitlines() if line.startswith("No method"))
     assert "finds the numbers beyond L, so none is taken: the best, " in first
     assert "\nThe model does not find numbers even within L" in said
@@ -332,7 +337,8 @@ def test_what_is_taken_unasked_and_what_nobody_measured_is_said(source, tmp_path
     for to, measured in ((2560, True), (2561, False)):
         target = tmp_path / str(to)
         _, said, err = run(capsys, "extend", source, target, "--to", to)
-        assert f"Method: limited, since shifted is not for this model, or not for {to:,}" in said
+        reach = f"shifted distances read at most 310 tokens here, got {to:,}"
+        assert f"Method: limited, as the default, shifted, cannot be taken: {reach}" in said
         assert "as before, and little is found farther back; --method yarn changes them" in said
         unknown = "limited was measured up to 16 times, so how well the model reads there is unknow"
         assert (unknown in err) != measured and ("--check TEXT" in err) != measured
@@ -421,7 +427,7 @@ def test_shifted_is_left_out_of_texts_that_it_does_not_reach(source, tmp_path, c
     words += ["--near", "161"]  # more than limited takes
     words[words.index("--to") + 1] = "400"
     _, said, err = run(capsys, *words)
-    assert "Not measured: shifted (this method reads at most 310 tokens here, " in said
+    assert "Not measured: shifted (shifted distances read at most 310 tokens here, " in said
     assert "Not measured: limited (--near, in tokens and at most L, " in said
     assert "left out" not in err and "Perplexity of 300 tokens, and the prob" in said
 
@@ -463,3 +469,13 @@ def test_convert_asks_for_a_form_and_names_extend(source, tmp_path, capsys):
     code, said, err = run(capsys, "convert", source, tmp_path / "target", "--form", "rope")
     assert code == 0 and "the same as before up to 160 tokens" in said
     assert "coca convert --form rope is deprecated: use coca extend" in err
+
+
+def test_a_prompt_beyond_what_a_model_was_extended_for_is_warned_of(source, tmp_path, capsys):
+    target = tmp_path / "target"
+    run(capsys, "extend", source, target)
+    for words, warned in ((100, False), (400, True)):
+        prompt = " ".join(some_text(words).split()[:words])
+        code, _, err = run(capsys, "generate", target, prompt, "--max-new-tokens", 1)
+        assert code == 0, err
+        assert (f"are more than the 240 that {target} was extended for" in err) == warned

@@ -356,8 +356,8 @@ def test_the_picture_of_the_readmes_table_has_its_figures(figures):
     readme = (root / "README.md").read_text("utf-8")
     table = readme.partition("| reading 12,288 tokens |")[2].partition("\n\n")[0]
     cells = [re.split(r" *\| *", line)[1:-1] for line in table.splitlines()[2:]]
-    # A method's name in its paper comes behind a comma.
-    names = [re.sub(r"\*\*|, [A-Z][\w ]*?(?= \(|$)", "", name) for name, *_ in cells]
+    # Behind a method's name stand that of its option, in code, and, behind a comma, in its paper.
+    names = [re.sub(r"\*\*| \(`\w+`\)|, [A-Z][\w ]*?(?= \(|$)", "", name) for name, *_ in cells]
     rows = {name: row[1:] for name, row in zip(names, cells, strict=True)}
     assert len(rows) == 7
     shown = {}
