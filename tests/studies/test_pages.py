@@ -434,3 +434,25 @@ def test_the_table_of_fresh_books_is_of_its_results():
     said = " ".join(page.split())
     assert f"is {shown['shifted']} with shifted distances, {mean} % above" in said
     assert f"alone, {shown['attend-last']} ({low} to {high};" in said
+
+
+def test_the_table_of_ruler_by_four_prompts_is_of_its_results():
+    folder = ROOT / "results/smollm2"
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    section = page.partition("**RULER at 12,288 tokens, four prompts a task**")[2]
+    scores = defaultdict(list)
+    for cell in read_json(folder / "ruler/results.json")["results"]:
+        scores[cell["scaling"]].append([sample["score"] for sample in cell["samples"]])
+    draws = {}
+    for method, tasks in scores.items():
+        draws[method] = [100 * sum(draw) / 7 for draw in zip(*tasks, strict=True)]
+        low, high = mean_interval(draws[method])
+        mean = f"{sum(draws[method]) / 4:.0f} ({low:.0f} to {high:.0f})"
+        each = [f"{100 * sum(task) / 4:.0f}" for task in tasks]
+        assert cells_of_row(section, method) == [*each, mean]
+    said = " ".join(section.split())
+    for method, name in (("self_extend", "Self-Extend"), ("yarn", "YaRN")):
+        more = [a - b for a, b in zip(draws["shifted"], draws[method], strict=True)]
+        low, high = mean_interval(more)
+        interval = f"({low:+.0f} to {high:+.0f})".replace("-", "−")
+        assert re.search(rf"{sum(more) / 4:.0f} (points )?above {name} {re.escape(interval)}", said)
