@@ -153,7 +153,9 @@ def test_the_readmes_commands_run_and_print_what_it_shows(workplace, capsys):
     )
     assert main(shlex.split(smaller)[1:]) == 0
     said = "".join(f"# {line}\n" for line in capsys.readouterr().out.splitlines())
-    assert said.replace("240", "12,288").replace("160 tokens", "8,192 tokens").split("\n") == [
+    assert said.replace("--lengths 240", "--lengths 12288").replace("240", "12,288").replace(
+        "160 tokens", "8,192 tokens"
+    ).split("\n") == [
         *shown,
         "",
     ]

@@ -101,7 +101,7 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
             try:
                 extend_context(deepcopy(model), DEFAULTS[0], to=to, length=length)
             except UserError as error:
-                why = f"as the default, {DEFAULTS[0]}, cannot be taken: {error}"
+                why = f"because {str(error).partition(':')[0]}"
         _print_training_length(config, wanted.length)
         _say_what_is_taken(method, why, length, to)
         chosen = MethodSettings(method, to / length, _options(wanted, method), wanted.length)
@@ -127,6 +127,7 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
     if cost := METHODS[chosen.method].cost(length):
         print(cost)
     print(f"Next: {generate_words(target)}, coca serve {target}")
+    print(f"What it finds: coca eval needles {target} --max-documents 1 --lengths {to}")
 
 
 def _say_what_is_taken(method: MethodName, why: str, length: int, to: int) -> None:
@@ -134,10 +135,11 @@ def _say_what_is_taken(method: MethodName, why: str, length: int, to: int) -> No
     if why:
         print(f"Method: {method}, {why}; --check TEXT measures which one reads best")
         if METHODS[method].within == "exact":
-            found = ", and little is found farther back" if method == "limited" else ""
+            if method == "limited":
+                print(f"It finds little farther back than {length:,} tokens")
             print(
-                f"Texts of up to {length:,} tokens are computed as before{found}; --method yarn "
-                f"changes them, and runs in {in_words(METHODS['yarn'].engines)}"
+                f"Texts of up to {length:,} tokens are computed as before; --method yarn changes "
+                f"them, and runs in {in_words(METHODS['yarn'].engines)}"
             )
     farthest = MEASURED[METHODS[method].changes]
     if to > farthest * length:

@@ -337,9 +337,11 @@ def test_what_is_taken_unasked_and_what_nobody_measured_is_said(source, tmp_path
     for to, measured in ((2560, True), (2561, False)):
         target = tmp_path / str(to)
         _, said, err = run(capsys, "extend", source, target, "--to", to)
-        reach = f"shifted distances read at most 310 tokens here, got {to:,}"
-        assert f"Method: limited, as the default, shifted, cannot be taken: {reach}" in said
-        assert "as before, and little is found farther back; --method yarn changes them" in said
+        assert "Method: limited, because shifted distances read at most 310 tokens here; -" in said
+        assert "It finds little farther back than 160 tokens\nTexts of up to 160 tokens are" in said
+        assert (
+            f"What it finds: coca eval needles {target} --max-documents 1 --lengths {to}\n" in said
+        )
         unknown = "limited was measured up to 16 times, so how well the model reads there is unknow"
         assert (unknown in err) != measured and ("--check TEXT" in err) != measured
     _, said, err = run(
@@ -427,7 +429,7 @@ def test_shifted_is_left_out_of_texts_that_it_does_not_reach(source, tmp_path, c
     words += ["--near", "161"]  # more than limited takes
     words[words.index("--to") + 1] = "400"
     _, said, err = run(capsys, *words)
-    assert "Not measured: shifted (shifted distances read at most 310 tokens here, " in said
+    assert "Not measured: shifted (shifted distances read at most 310 tokens here: " in said
     assert "Not measured: limited (--near, in tokens and at most L, " in said
     assert "left out" not in err and "Perplexity of 300 tokens, and the prob" in said
 
