@@ -157,7 +157,7 @@ def _files(path: Path) -> list[Path]:
     if not found:
         raise UserError(
             f"{path}: this folder has neither results.json nor training.json nor other result "
-            "files; give what coca train, eval or study has written"
+            "files; give what coca train, eval, study or extend --check has written"
         )
     return found
 
@@ -183,7 +183,10 @@ def _read(path: Path) -> Content:
         if no_numbers and "lm_eval_version" not in content:  # whose metrics may be undefined
             raise ValueError(f"it has {no_numbers[0]} in place of a number")
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+        raise UserError(
+            f"{path}: cannot be read: {error.strerror} (here: {Path.cwd()}); give a result file, "
+            "or a folder with some"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not a result file, no valid JSON ({error})") from error
     if not isinstance(content, dict) or not KINDS & set(content):

@@ -38,7 +38,10 @@ class MethodSettings:
         """Raise UserError for settings of a method where none is named."""
         for name in ("factor", "length"):
             if self.method == "none" and getattr(self, name) is not None:
-                raise UserError(f"`{name}` is for a method: set `method`, for example to yarn")
+                raise UserError(
+                    f"`{name}` is for a method: set `method`, for example to yarn (lengths or "
+                    "windows are how many tokens are read)"
+                )
 
     @property
     def name(self) -> str:
