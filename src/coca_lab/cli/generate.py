@@ -44,7 +44,7 @@ def generate_command(path: str, prompt: str, settings: GenerateSettings) -> None
     if extended and before + settings.max_new_tokens > extended["to"]:
         log.warning(
             f"a prompt of {before:,} tokens and an answer of up to {settings.max_new_tokens:,} are "
-            f"more than the {extended['to']:,} that {path} was extended for: expect errors"
+            f"more than the {extended['to']:,} that {path} was extended for: it may answer wrongly"
         )
     inputs = inputs.to(model.device)
     names = ("temperature", "top_p", "top_k")
