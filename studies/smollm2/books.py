@@ -1,4 +1,4 @@
-"""The texts of the studies smollm2 and smollm2-16k: the first long books of a file.
+"""The texts of the studies smollm2, smollm2-16k and qwen: the first long books of a file.
 
     python -m studies.smollm2.books BOOKS.jsonl.xz smollm2 books.jsonl
 
@@ -21,8 +21,8 @@ from coca_lab.files import write_text
 TOKENS = 16_385
 PREFACE = 20_000
 """Characters that are left out: titles, prefaces and contents."""
-KEPT = 8 * TOKENS
-"""Characters that are kept: English has fewer a token."""
+CHARACTERS = 8
+"""Characters that are kept for every token: English has fewer."""
 
 
 def long_books(
@@ -30,7 +30,7 @@ def long_books(
 ) -> Iterator[Document]:
     """What follows the preface, of books that have so many tokens there."""
     for book in read_documents(source):
-        text = book.text[PREFACE : PREFACE + KEPT]
+        text = book.text[PREFACE : PREFACE + CHARACTERS * tokens]
         if len(tokenizer(text)["input_ids"]) >= tokens:
             yield Document(book.id, text)
 

@@ -30,7 +30,7 @@ def test_smollm2_is_read_and_asked_with_every_method(tokenizer, tmp_path, undraw
     books.main([*words, "--count=2"])
     chosen = [json.loads(line) for line in text.read_text().splitlines()]
     assert [book["id"] for book in chosen] == ["1", "2"]
-    assert chosen[0]["text"] == long[0][books.PREFACE : books.PREFACE + books.KEPT]
+    assert chosen[0]["text"] == long[0][books.PREFACE : books.PREFACE + 8 * 2000]
 
     words = ["far", "--model", str(folder), "--books", str(text), "--output", str(tmp_path)]
     assert main([*words, "--dry-run"]) == 0
