@@ -150,7 +150,7 @@ class Job:
         """Say how far it is, and what has just ended."""
         # Not that of the items, some of which cost a hundred times as much as others.
         share = self.done / max(self.total, 1)
-        line = f"{share:.0%} of the tokens"
+        line = f"{share:.0%} of {self.total:,} tokens"
         self.progress(f"{line}, {label}" if label else line, self.done, self.total)
 
     @property

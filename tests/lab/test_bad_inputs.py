@@ -299,7 +299,7 @@ def test_a_refused_evaluation_leaves_no_folder(place, tmp_path, monkeypatch, cap
 
 def test_results_of_another_measurement_are_kept(place, capsys):
     """Two models whose folders have the same name, other settings; the same command again."""
-    written = place.folder / "runs" / "eval" / "same-none-perplexity.json"
+    written = place.folder / "runs" / "eval" / "same-perplexity.json"
 
     def run(model, *words):
         folder = place.folder / model.removeprefix("llama-") / "same"
@@ -310,10 +310,10 @@ def test_results_of_another_measurement_are_kept(place, capsys):
 
     assert [run("llama-rope"), run("llama-rope")] == [(False, "rope")] * 2
     assert run("llama-slack") == (True, "slack")
-    moved = written.with_name("same-none-perplexity-1.json")
+    moved = written.with_name("same-perplexity-1.json")
     assert json.loads(moved.read_text())["results"][0]["attention"] == "rope"
     assert run("llama-slack", "--stride", "8") == (True, "slack")
-    assert len(list(written.parent.glob("same-none-perplexity*.json"))) == 3
+    assert len(list(written.parent.glob("same-perplexity*.json"))) == 3
 
 
 def test_a_study_reads_no_weights_before_everything_is_checked(place, monkeypatch, capsys):

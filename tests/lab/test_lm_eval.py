@@ -56,7 +56,7 @@ def test_the_harness_command_evaluates_and_the_report_reads_its_results(tmp_path
     assert "tiny_choice" in done.stdout
     (file,) = tmp_path.glob("scores/*/results_*.json")
     accuracy = json.loads(file.read_text())["results"]["tiny_choice"]["acc,none"]
-    ((header, rows),) = printed_tables(read_results([file.parent])[0]["results"])
+    ((_, header, rows),) = printed_tables(read_results([file.parent])[0]["results"])
     assert header == ["model", "tiny_choice: acc"] and rows == [["model", f"{accuracy:.4g}"]]
 
 
@@ -90,7 +90,7 @@ def test_every_filter_of_a_metric_has_a_column_and_what_is_undefined_a_word(tmp_
         "word_perplexity,none": math.inf,
     }
     (content,) = read_results([written(tmp_path / "results.json", metrics)])
-    ((header, rows),) = printed_tables(content["results"])
+    ((_, header, rows),) = printed_tables(content["results"])
     assert dict(zip(header, *rows, strict=True)) == {
         "model": "tiny",
         "gsm8k: exact_match, strict-match": "0.25",

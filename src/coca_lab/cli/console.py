@@ -61,8 +61,9 @@ class ProgressBar:
         self.bar.live.stop()  # the bar's own method prints an empty line into files
 
 
-def print_table(header: list[str], rows: list[list[str]]) -> None:
+def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
     """Print a table with right-aligned numbers."""
+    print(title)  # whole, where a narrow table would break it
     table = Table(box=None, pad_edge=False)
     table.add_column(header[0], overflow="fold")
     for name in header[1:]:
@@ -72,7 +73,8 @@ def print_table(header: list[str], rows: list[list[str]]) -> None:
     Console().print(table)
 
 
-def markdown_table(header: list[str], rows: list[list[str]]) -> str:
+def markdown_table(title: str, header: list[str], rows: list[list[str]]) -> str:
     """The same in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{title}\n\n{table}"

@@ -29,7 +29,8 @@ def eval_command(
     file = f"{plain}-{task.name}.json"
     if task.scaled:
         method = ModelsMethod(loading.method, loading.factor, loading.options)
-        file = f"{plain}-{loading.method}-{task.name}.json"
+        if loading.method != "none":
+            file = f"{plain}-{loading.method}-{task.name}.json"
     output = Path(loading.output or Path("runs", "eval", file))
     plan = Plan(
         [method],

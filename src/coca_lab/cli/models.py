@@ -219,10 +219,9 @@ def _compare(
         f"Perplexity of {longest:,} tokens, and the probability of the digits of numbers hidden "
         f"up to L = {length:,} tokens back, and farther:"
     )
-    print(columns)
     readings = found.readings
-    compared = check_table(readings)
-    print_table(*compared)
+    header, rows = check_table(readings)
+    print_table(columns, header, rows)
     lost = verdicts(readings)
     for line in lost:
         print(line)
@@ -248,7 +247,8 @@ def _compare(
         )
     print("The rule and all tables are in the model card, README.md.")
     shown = [markdown_table(*table) for table in printed_tables(cells)]
-    report = [reason, *choice.warnings, columns, markdown_table(*compared), *lost, RULE]
+    compared = markdown_table(columns, header, rows)
+    report = [reason, *choice.warnings, compared, *lost, RULE]
     return taken, "\n\n".join([*report, *shown]), content
 
 

@@ -33,8 +33,9 @@ class Section:
         title: Its heading.
         chart: The chart, if there is one.
         header: Header of the table.
-        rows: Rows of the table, which the terminal shows, too.
+        rows: Rows of the table.
         note: The caption: conditions in fixed words, and numbers.
+        is_printed: Whether the terminal shows the table, too.
     """
 
     title: str
@@ -42,6 +43,7 @@ class Section:
     header: Sequence[str | Entry] = ()
     rows: Sequence[Sequence[str | Entry]] = ()
     note: str = ""
+    is_printed: bool = True
 
 
 def signed(value: float) -> str:

@@ -148,25 +148,28 @@ def _part(cell: Perplexity, x: int, kind: str, scores: Scores) -> Iterator[Point
 
 
 def needle_sections(cells: Sequence[Needles]) -> list[Section]:
-    """Nats a digit near and far, and a table of the numbers found."""
+    """Nats a digit near and far; then in one table probabilities and the numbers found."""
     caption = seeds_caption(cells) or _intervals_over([len(cell.documents) for cell in cells])
     parts = [part for cell in cells for part in _needle_parts(cell)]
     frame = frame_of([point for point, _ in parts], NEEDLES)
     found: dict[tuple[str, int, str], list[str]] = {}
     for point, figures in parts:
         place = (line_label(point.cell, point.x), point.x, point.kind)
-        found.setdefault(place, []).append(f"{figures.found} of {figures.needles}")
+        probability = 0.0 if point.y is None else math.exp(-point.y)
+        shown = f"{probability:.0%}, {figures.found} of {figures.needles}"
+        found.setdefault(place, []).append(shown)
     lengths = sorted({point.x for point, _ in parts})
     rows = []
-    for kind, line in frame[["kind", "line"]].drop_duplicates().itertuples(index=False):
-        shown = [", ".join(found.get((line, length, kind), ["–"])) for length in lengths]
+    for line, kind in frame[["line", "kind"]].drop_duplicates().itertuples(index=False):
+        shown = ["; ".join(found.get((line, length, kind), ["–"])) for length in lengths]
         rows.append([line, kind, *shown])
-    counts = Section(
-        "Needles found: every digit is the likeliest",
-        header=["model", "needles", *(f"{length:,}" for length in lengths)],
+    summary = Section(
+        "Needles: probability of a digit (a guess has 10%), numbers found whole",
+        header=["model", "where", *(f"{length:,} tokens" for length in lengths)],
         rows=rows,
     )
-    return [*length_sections(frame, NEEDLES, caption), counts]
+    sections = length_sections(frame, NEEDLES, caption)
+    return [*(replace(section, is_printed=False) for section in sections), summary]
 
 
 def _needle_parts(cell: Needles) -> list[tuple[Point, NeedleFigures]]:
@@ -350,18 +353,14 @@ def groups_of(tasks: Tasks) -> Iterator[tuple[str, Cells, str]]:
             yield name, group, f"texts {number} of {len(groups)}" if len(groups) > 1 else ""
 
 
-def printed_tables(cells: Sequence[Content]) -> list[tuple[list[str], list[list[str]]]]:
-    """Header and rows of every table for the terminal, as text."""
+def printed_tables(cells: Sequence[Content]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Title, header and rows of every table for the terminal, as text."""
     tables = []
     for name, group, called in groups_of(by_task(parsed([{"results": list(cells)}]))):
-        sections = [section for section in REPORTS[name].sections(group) if section.rows]
-        firsts = [str(section.header[0]) for section in sections]
-        for section in sections:
-            first, *header = map(str, section.header)
-            # Of tables that begin alike (RULER's tasks), the title tells which one it is.
-            title = section.title if firsts.count(first) > 1 else ""
-            about = ", ".join(filter(None, (title, called)))
-            header = [f"{first} ({about})" if about else first, *header]
-            rows = [[str(entry) for entry in row] for row in section.rows]
-            tables.append((header, rows))
+        for section in REPORTS[name].sections(group):
+            if section.rows and section.is_printed:
+                title = f"{section.title} ({called})" if called else section.title
+                header = [str(entry) for entry in section.header]
+                rows = [[str(entry) for entry in row] for row in section.rows]
+                tables.append((title, header, rows))
     return tables

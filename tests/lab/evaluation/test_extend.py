@@ -101,7 +101,7 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, find
     )
     assert decision.startswith(f"{taken} is taken: ") and decision in card
     for text, shown in (
-        ("| perplexity at (texts 1 of 2) |", False),
+        ("Perplexity against the length read at once (texts 1 of 2)", False),
         ("95% interval", False),
         ("within L", True),
     ):

@@ -206,8 +206,11 @@ def test_results_on_other_texts_stand_apart(tmp_path, undrawn):
     assert f"{title}, texts 1 of 2: RoFormer, CoCA-Slack ({files[0]})" in text
     assert f"{title}, texts 2 of 2: C, D ({files[1]})" in text
     assert "Perplexity against the length read at once (texts 2 of 2)" in text
-    names = [header[0] for header, _ in printed_tables([*CELLS, *other])]
-    assert names == ["perplexity at (texts 1 of 2)", "perplexity at (texts 2 of 2)"]
+    titles = [title for title, _, _ in printed_tables([*CELLS, *other])]
+    assert titles == [
+        "Perplexity against the length read at once (texts 1 of 2)",
+        "Perplexity against the length read at once (texts 2 of 2)",
+    ]
 
 
 TEXT, OTHER = perplexity("a", 64, 2.0, text="0"), perplexity("b", 64, 3.0)

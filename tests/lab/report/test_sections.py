@@ -154,10 +154,10 @@ def test_all_of_rulers_tasks_are_one_group(tokenizer, text_folder, monkeypatch, 
     settings = RulerSettings(source=str(text_folder), kinds=kinds, lengths=[2500], samples=1)
     cells = evaluate(RULER_TASK, Model(tiny_model("rope"), tokenizer), settings)
     cells += [{**cell, "model": "another"} for cell in cells]
-    (mean, *_, kept), *others = [header for header, _ in printed_tables(cells)]
-    assert kept == "keeps 85% up to" and not any(kept in header for header in others)
-    assert mean == "mean RULER score of 5 tasks at"
-    assert [header[0] for header in others] == [f"RULER score at (RULER, {kind})" for kind in kinds]
+    (title, (mean, *_, kept), _), *others = printed_tables(cells)
+    assert kept == "keeps 85% up to" and not any(kept in header for _, header, _ in others)
+    assert (title, mean) == ("RULER", "mean RULER score of 5 tasks at")
+    assert [title for title, _, _ in others] == [f"RULER, {kind}" for kind in kinds]
     assert "groups of results" not in build_report([{"results": cells}])
 
 
@@ -224,7 +224,8 @@ def test_needles_are_compared_by_differences_of_nats_by_hand():
     # exp(-2.00) and exp(-1.50)
     assert [str(a[1]), str(b[1])] == ["2.00 (14%)", "1.50 (22%)"]
     assert str(a[2]) == "+0.500" and b[2] == ""
-    assert found.rows == [["a", "", "0 of 3"], ["b", "", "3 of 3"]]
+    assert found.rows == [["a", "", "14%, 0 of 3"], ["b", "", "22%, 3 of 3"]]
+    assert [near.is_printed, found.is_printed] == [False, True]
     # Against the best of b, rounding below and above 0 is the same.
     same = cell("c", [0.5 + 1e-5, 0.6 - 1e-5, 0.4])
     alone = cell("a", [1.0, 1.0, 1.0]) | {"scaling": "last 8,192 tokens alone"}
@@ -249,16 +250,18 @@ def test_all_tables_of_the_paper_are_shown_beside_others_if_asked_for(undrawn):
 
 
 def test_the_terminal_has_the_tables_of_the_figures_alone():
-    ((header, rows),) = printed_tables(PROMPTS)
+    ((title, header, rows),) = printed_tables(PROMPTS)
+    assert title == "Passkeys found, by prompt length"
     assert header == ["share of passkeys found at", "512", "4,096"] and len(rows) == 4
     # Prompts around another text are not compared.
     cells = [
         ruler("A", "vt", 512, 0.5) | {"filler": "x"},
         ruler("B", "vt", 512, 1.0) | {"filler": "y"},
     ]
-    assert [table[0][0] for table in printed_tables(cells)] == [
-        "RULER score of vt at (texts 1 of 2)", "RULER score of vt at (texts 2 of 2)",
-    ]  # fmt: skip
+    assert [(title, header[0]) for title, header, _ in printed_tables(cells)] == [
+        ("RULER, vt (texts 1 of 2)", "RULER score of vt at"),
+        ("RULER, vt (texts 2 of 2)", "RULER score of vt at"),
+    ]
 
 
 @pytest.mark.parametrize(
