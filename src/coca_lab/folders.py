@@ -32,6 +32,7 @@ from coca_attention.models.configuration import (
 )
 from coca_attention.models.conversion import Conversion, convert, load_original
 from coca_attention.models.methods import METHODS, extend_context
+from coca_attention.ops import DistanceMap
 from coca_lab.data import load_tokenizer
 from coca_lab.data.text import TOKENIZER_FILES
 from coca_lab.files import belongs_to, check_can_be_written, find_model, known_problem, writing
@@ -354,8 +355,7 @@ def facts(config: PreTrainedConfig) -> dict[str, str]:
     for rope in ropes:
         parts = [f"{n} {x}" for n, x in rope.items() if isinstance(x, str | int | float)]
         if rope.get("distance_map"):
-            fields = ", ".join(f"{n} {x}" for n, x in rope["distance_map"].items())
-            parts.append(f"distance_map ({fields})")
+            parts.append(str(DistanceMap(**rope["distance_map"])))
         rotations.append(", ".join(parts))
     length, _ = made_for(config)
     context = f"{length:,} tokens" if length else ""

@@ -134,8 +134,21 @@ class DistanceMap:
         if self.after and not self.shares_keys:
             raise ValueError(
                 "queries before a position can only see far keys as near ones where these have the "
-                f"same positions, with slope 1 and group 1; got {self}"
+                f"same positions, with slope 1 and group 1; got {self!r}"
             )
+
+    def __str__(self) -> str:
+        if isinstance(self.slope, tuple) or isinstance(self.start, tuple):
+            return repr(self)
+        far = f"d // {self.group:,}" if self.group > 1 else "d"
+        if self.is_limit:
+            counted = f"{self.start:,.10g}"
+        else:
+            grown = far if self.slope == 1 else f"{self.slope:.4g} {far}"
+            sign = "−" if self.start < 0 else "+"
+            counted = f"{grown} {sign} {abs(self.start):,.10g}"
+        queries = f", for queries from position {self.after:,} on" if self.after else ""
+        return f"distances d from {self.near:,} tokens on count as {counted}{queries}"
 
     @classmethod
     def limited(cls, near: int) -> "DistanceMap":

@@ -1,6 +1,7 @@
 """Perplexity under sliding windows, as docs/evaluation.md describes it."""
 
 import hashlib
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,6 +28,8 @@ from coca_lab.intervals import DocumentScore, perplexity, perplexity_interval
 from coca_lab.loading import check_vocabulary
 from coca_lab.settings.evaluations import PERPLEXITY, PerplexitySettings, WindowSettings
 from coca_lab.settings.sources import TextSettings, check_text
+
+log = logging.getLogger(__name__)
 
 ITEM_TOKENS = 65_536
 """Tokens that an item reads at most, if one window has fewer: what a killed process can lose."""
@@ -62,6 +65,13 @@ def load_text(
             f"{settings.source}: no document of at least {at_least:,} tokens"
             + (f", of {short:,} the longest has {longest:,}" if short else "")
             + ": give longer texts, or ask for shorter ones"
+        )
+    if settings.max_documents is None:
+        log.info(
+            "text: all %s documents of %s that have %s tokens (`max_documents` takes fewer)",
+            f"{len(chosen):,}",
+            settings.source,
+            f"{at_least:,}",
         )
     return chosen
 

@@ -364,7 +364,10 @@ def test_info_card_and_configuration_agree_on_the_context(source, tmp_path, caps
         code, said, _ = run(capsys, "info", target)
         context = f"240 tokens, extended from 160 by {method}"
         assert code == 0 and context in said
-        assert ("distance_map (" in said) == (method in ("limited", "leaky"))
+        counted = [
+            line.partition("count as ")[2] for line in said.splitlines() if "count as" in line
+        ]
+        assert counted == {"limited": ["160"], "leaky": ["0.5 d + 40"]}.get(method, [])
         card = (target / "README.md").read_text()
         assert f"| context | {context} |" in card
         methods = "[log n scaling](https://kexue.fm/archives/8823), " if method == "limited" else ""
