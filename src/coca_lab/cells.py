@@ -256,10 +256,19 @@ class Harness(CheckedCell):
 
 
 class Probability(Record):
-    """The probability of a digit of the hidden numbers: a geometric mean, and its interval."""
+    """The probability of a digit of the hidden numbers: a geometric mean, and its interval.
+
+    Attributes:
+        value: The mean.
+        ci95: Its interval over documents.
+        found: How many of the numbers are found whole; None in older files.
+        needles: How many there are.
+    """
 
     value: Fraction
     ci95: Interval | None = None
+    found: Natural | None = None
+    needles: Natural | None = None
 
 
 class MethodReading(Record):

@@ -62,8 +62,8 @@ class Check:
             reading = MethodReading(
                 method=each.method,
                 perplexity=whole if math.isfinite(whole) else None,
-                back=_probability(each.back),
-                far=_probability(each.far),
+                back=_probability(each, beyond=False),
+                far=_probability(each, beyond=True),
                 runs_in="this package" if each.engines == PACKAGE else engines,
                 taken=each is choice.taken,
             )
@@ -102,13 +102,16 @@ def verdicts(readings: Sequence[MethodReading]) -> list[str]:
     return [f"{each.method}: {each.verdict}" for each in readings if each.verdict != each.word]
 
 
-def _probability(scores: Sequence[DocumentScore]) -> Probability | None:
-    """That of a digit of needles, if there are any."""
-    if not any(score.tokens for score in scores):
+def _probability(read: Read, *, beyond: bool) -> Probability | None:
+    """That of a digit of needles in texts above L, up to L back or beyond, if there are any."""
+    scores = read.far if beyond else read.back
+    found, needles = read.found(beyond=beyond)
+    if not needles:
         return None
     interval = nats_interval(scores)
     ends = None if interval is None else [math.exp(-max(nats, 0.0)) for nats in reversed(interval)]
-    return Probability(value=math.exp(-mean_nats(scores)), ci95=ends)
+    value = math.exp(-mean_nats(scores))
+    return Probability(value=value, ci95=ends, found=found, needles=needles)
 
 
 def measurements_of_check(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from coca_attention.models.methods import PACKAGE, UNTRIED
-from coca_lab.evaluation.needles import scores_of
+from coca_lab.evaluation.needles import figures, scores_of
 from coca_lab.evaluation.task import Cell
 from coca_lab.intervals import DocumentScore, differences, mean_nats, nats_interval, student
 from coca_lab.settings.commands import Margins
@@ -155,6 +155,13 @@ class Read:
         """Of every length up to L, the scores of the needles."""
         return {n: scores_of(each) for n, each in self.needles.items() if n <= self.length}
 
+    def found(self, *, beyond: bool) -> tuple[int, int]:
+        """Numbers found whole in all texts above L, up to L back or beyond; and how many of."""
+        longer = [each for n, each in self.needles.items() if n > self.length]
+        counted = [figures(each, self.length, beyond) for each in longer]
+        found = sum(each["found"] for each in counted)
+        return found, sum(each["needles"] for each in counted)
+
     @property
     def back(self) -> list[DocumentScore]:
         """Of every document, the score of its needles up to L back in all texts above L."""
@@ -195,9 +202,9 @@ def in_words(engines: Sequence[str]) -> str:
 
 
 def _digit(scores: Sequence[DocumentScore]) -> str:
-    """Nats a digit, and as a probability."""
+    """The probability of a digit, and its nats."""
     nats = mean_nats(scores)
-    return f"{nats:.2f} nats a digit (probability {math.exp(-nats):.0%})"
+    return f"{math.exp(-nats):.0%} ({nats:.2f} nats)"
 
 
 @dataclass(frozen=True)
@@ -278,25 +285,30 @@ class Choice:
         if self.finds and not self.helps:
             return (
                 "The documents do not show that beyond L a method is better than the model as it "
-                f"is, so none is taken: the best, {best.method}, has {_digit(best.far)}; as it is, "
-                f"the model has {_digit(self.base.far)}, and may have been made for longer texts."
+                f"is, so none is taken: the best, {best.method}, gives a digit there a probability "
+                f"of {_digit(best.far)}; the model as it is {_digit(self.base.far)}, and it may "
+                "have been made for longer texts."
             )
         if taken is None:
             return (
                 "No method that shows no loss within L finds the numbers beyond L, so none is "
-                f"taken: the best, {best.method}, has {_digit(best.far)}; a guess has {GUESS:.2f}."
+                f"taken: the best, {best.method}, gives a digit there a probability of "
+                f"{_digit(best.far)}, a guess has 10%."
             )
-        said = f"{taken.method} is taken: beyond L it has {_digit(taken.far)}"
+        said = (
+            f"{taken.method} is taken: it gives a digit beyond L a probability of "
+            f"{_digit(taken.far)}"
+        )
         if taken is not best:
             said += (
-                f", and runs in {in_words(taken.engines)}. {best.method} has "
+                f", and runs in {in_words(taken.engines)}. {best.method} gives "
                 f"{_digit(best.far)}, but the documents do not show that it is better. The"
             )
         elif len(self.candidates) > 1:
             said += ", the best of the methods with no loss shown. The"
         else:
             said += ", the only method with no loss shown. The"
-        return f"{said} {self.alone.method} have {_digit(self.alone.far)}."
+        return f"{said} {self.alone.method} give {_digit(self.alone.far)}."
 
     @property
     def warnings(self) -> list[str]:

@@ -22,7 +22,8 @@ def check_section(check: CheckRecord) -> Section:
     note = (
         f"L is {length} tokens, the training length; losses within L are against the model as it "
         "is. A digit's probability is a geometric mean over the numbers hidden in texts of more "
-        "than L tokens. Small, and lines of the chart: 95% intervals over documents."
+        "than L tokens; a guess has 10%. Small, and lines of the chart: 95% intervals over "
+        "documents, and how many numbers are found whole."
     )
     return Section(
         f"Methods compared, L = {length} tokens",
@@ -63,9 +64,11 @@ def check_chart(check: CheckRecord) -> DotChart | None:
 
 
 def _entry(found: Probability | None) -> str | Entry:
-    """A probability with its interval."""
+    """A probability with its interval, and the numbers found."""
     if found is None:
         return "–"
     low, high = found.ci95 or (None, None)
-    interval = "" if low is None or high is None else f"{low:.0%} to {high:.0%}"
-    return Entry(f"{found.value:.0%}", interval)
+    small = [] if low is None or high is None else [f"{low:.0%} to {high:.0%}"]
+    if found.found is not None:
+        small.append(f"{found.found} of {found.needles} found")
+    return Entry(f"{found.value:.0%}", ", ".join(small))

@@ -129,9 +129,8 @@ def test_the_best_beyond_is_taken_among_those_that_show_no_loss():
     choice = choice_of(base, yarn, shifted)
     assert choice.taken is choice.best is shifted
     assert choice.reason == (
-        "shifted is taken: beyond L it has 0.70 nats a digit (probability 50%), the best of the "
-        "methods with no loss shown. The last 4,096 tokens alone have 2.43 nats a digit "
-        "(probability 9%)."
+        "shifted is taken: it gives a digit beyond L a probability of 50% (0.70 nats), the best "
+        "of the methods with no loss shown. The last 4,096 tokens alone give 9% (2.43 nats)."
     )
     # With a loss it is not.
     losing = read("shifted", [0.6, 0.7, 0.5], within=0.05)
@@ -154,7 +153,7 @@ def test_methods_that_the_documents_do_not_part_are_decided_by_engines():
     yarn, shifted = read("yarn", [0.7, 0.5, 0.65]), read("shifted", [0.6, 0.7, 0.5])
     choice = choice_of(base, shifted, yarn)
     assert choice.best is shifted and choice.taken is yarn
-    assert "shifted has 0.70 nats a digit (probability 50%), but the documents do" in choice.reason
+    assert "shifted gives 50% (0.70 nats), but the documents do" in choice.reason
 
 
 def test_a_model_that_finds_nothing_is_said_to_say_nothing():
@@ -165,7 +164,7 @@ def test_a_model_that_finds_nothing_is_said_to_say_nothing():
     )
     assert choice.taken is None and choice.reason == (
         "No method that shows no loss within L finds the numbers beyond L, so none is taken: the "
-        f"best, yarn, has 2.65 nats a digit (probability 7%); a guess has {GUESS:.2f}."
+        "best, yarn, gives a digit there a probability of 7% (2.65 nats), a guess has 10%."
     )
     # Not even one that is the best by an interval.
     sure = replace(read("leaky", [2.40, 2.50, 2.60], near=2.4), engines=())
@@ -202,8 +201,8 @@ def test_a_model_that_needs_no_method_gets_none():
     assert choice.taken is None and not choice.warnings
     assert choice.reason == (
         "The documents do not show that beyond L a method is better than the model as it is, so "
-        "none is taken: the best, yarn, has 1.07 nats a digit (probability 34%); as it is, the "
-        "model has 1.10 nats a digit (probability 33%), and may have been made for longer texts."
+        "none is taken: the best, yarn, gives a digit there a probability of 34% (1.07 nats); the "
+        "model as it is 33% (1.10 nats), and it may have been made for longer texts."
     )
     better = choice_of(base, read("yarn", [0.7, 0.8, 0.9]))
     assert better.taken is not None and better.taken.method == "yarn"
