@@ -128,7 +128,7 @@ def test_the_tables_of_the_check_of_eight_books_are_of_its_values():
         if cell["task"] == "needles" and cell["length"] == TO
     }
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    questions = (ROOT / "docs/README.md").read_text(encoding="utf-8")
+    compared_page = (ROOT / "docs/compared.md").read_text(encoding="utf-8")
     page = (folder / "README.md").read_text(encoding="utf-8")
     assert f"“{decision}”" in page
     names = {
@@ -147,7 +147,7 @@ def test_the_tables_of_the_check_of_eight_books_are_of_its_values():
         shown = [f"{value:.2f}" for value in nats]
         assert cells_of_row(page, name)[1:] == [f"{read.perplexity:.2f}", *shown, *found_in]
         called = name.replace(" tokens", "")
-        assert cells_of_row(questions, called, after="RULER |")[1:4] == [shown[1], *found_in]
+        assert cells_of_row(compared_page, called, after="RULER |")[1:4] == [shown[1], *found_in]
         lost = re.findall(r"[\d.]+%", read.verdict)
         for table in (readme, page):
             said = cells_of_row(table, name)[0]
@@ -165,7 +165,7 @@ def test_what_pages_say_of_needles_in_eight_books_is_in_their_file():
     far = [cell for cell in cells if cell["length"] > cell["near"]]
     nats = {cell["scaling"]: cell["ranges"]["beyond"]["nats"] for cell in far}
     assert min(nats, key=nats.get) == "shifted"
-    questions = (ROOT / "docs/README.md").read_text(encoding="utf-8")
+    compared_page = (ROOT / "docs/compared.md").read_text(encoding="utf-8")
     names = {
         "as it is": "none", "YaRN": "yarn", "dynamic NTK": "dynamic",
         "limited distances": "limited", "leaky distances": "leaky",
@@ -176,7 +176,7 @@ def test_what_pages_say_of_needles_in_eight_books_is_in_their_file():
         (cell,) = (cell for cell in far if cell["scaling"] == method)
         found = [str(each["found"]) for each in cell["ranges"].values()]
         shown = [f"{nats[method]:.2f}", *found]
-        assert cells_of_row(questions, name, after="RULER |")[1:4] == shown
+        assert cells_of_row(compared_page, name, after="RULER |")[1:4] == shown
     assert f"{nats['self_extend']:.2f}" == f"{nats['leaky']:.2f}"
     # Within L, in texts of 8,192 tokens, where the page has differences from the model as it is.
     within = {cell["scaling"]: cell for cell in cells if cell["length"] == 8192}
