@@ -252,7 +252,7 @@ class Engine:
                 else:
                     job.end(item)
             if job.items:
-                job.tell()
+                job.tell("from an earlier run" if job.done else "")
             if job.has_ended:
                 attempts += self._begin(job.then(None))
         return attempts

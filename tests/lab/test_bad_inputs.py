@@ -222,7 +222,7 @@ CASES = {
     "length alone": (perplexity("--length", "8"), "--length is for a method"),
     "length of generate": (generate("x", "--length", "8"), "--length is for a method"),
     "check without text": (lambda p: ["extend", p.model, p.new(), "--check-lengths", "64"],
-                           "beside --check TEXT, which is missing"),
+                           "says how to measure: add --check TEXT, or leave it out"),
     "no source": (perplexity("--source", ""), "the source is empty"),
     "long windows": (perplexity("--windows", str(10**18)), "the largest of --windows needs 1000"),
     "long lengths": (lambda p: ["eval", "needles", p.model, "--source", p.text,

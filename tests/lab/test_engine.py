@@ -92,7 +92,11 @@ def test_items_are_computed_once_and_progress_never_goes_back(tmp_path):
     assert [(done, total) for _, done, total in seen[:6]] == [
         (0, 30), (10, 30), (20, 30), (30, 30), (30, 60), (60, 60),
     ]  # fmt: skip
-    assert seen[6] == ("100% of 10 tokens", 10, 10)  # one item, though named twice
+    assert seen[6] == (
+        "100% of 10 tokens, from an earlier run",
+        10,
+        10,
+    )  # one item, though named twice
     assert seen[1][0] == "33% of 30 tokens, item 0"
     assert seen[-2][0] == "1% of 1,000 tokens, item 10"
 

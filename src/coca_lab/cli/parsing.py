@@ -3,7 +3,7 @@
 from argparse import ArgumentError, Namespace
 from argparse import ArgumentParser as PlainParser
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -196,10 +196,14 @@ def check_extension(wanted: ExtendSettings, check: CheckSettings) -> None:
         raise UserError("`options` are those of one method: name it with --method")
     if wanted.near and wanted.method == "auto" and not check.check:
         raise UserError("`near` is for some methods: name one with --method, such as limited")
-    if not check.check and check != CheckSettings():
-        raise UserError(
-            "what is measured, and on what, is said beside --check TEXT, which is missing"
-        )
+    plain = CheckSettings()
+    given = [
+        each.name
+        for each in fields(check)
+        if getattr(check, each.name) != getattr(plain, each.name)
+    ]
+    if given and not check.check:
+        raise UserError(f"`{given[0]}` says how to measure: add --check TEXT, or leave it out")
 
 
 def command_parser(name: str, summary: str, short: bool = False) -> ArgumentParser:

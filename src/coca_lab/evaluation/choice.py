@@ -16,14 +16,12 @@ from coca_lab.intervals import DocumentScore, differences, mean_nats, nats_inter
 from coca_lab.settings.commands import Margins
 
 RULE = (
-    "Within L, the training length, a method has no loss shown if the 95% interval of its loss "
-    "ends below the margin at every length, in perplexity and in needles, which are numbers hidden "
-    "in the text. It loses if an interval lies above 0, and does not end below the margin. "
-    "Otherwise the documents cannot tell. "
-    "Beyond L, the methods that show no loss are compared by the probability that they give "
-    "to the digits of the needles. If the documents show no difference between the best and "
-    "others, the one of them that most engines run without this package is taken. If the documents "
-    "do not show that the best finds them, and more than the model as it is, none is taken."
+    "A method may be taken if it shows no loss within L, the training length: at every length the "
+    "95% intervals of its loss, in perplexity and in nats a digit of numbers hidden in the text, "
+    "end below the margins. Of these, the one that gives digits beyond L the highest probability "
+    "is taken, or of those that the documents do not part from it the one that most engines run "
+    "without this package; none if it is not shown to be better there than a guess and than the "
+    "model as it is."
 )
 
 

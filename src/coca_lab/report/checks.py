@@ -15,7 +15,8 @@ def check_section(check: CheckRecord) -> Section:
     length = f"{check.training_length:,}"
     header = ["method", "within L", f"a digit up to {length} tokens back", "farther back"]
     rows = list[list[str | Entry]]()
-    for each in check.readings:
+    best_first = sorted(check.readings, key=lambda each: -each.far.value if each.far else 0.0)
+    for each in best_first:
         name = f"{each.method} (taken)" if each.taken else each.method
         method = Entry(name, f"runs in {each.runs_in}", bold=each.taken)
         rows.append([method, each.verdict, _entry(each.back), _entry(each.far)])

@@ -31,6 +31,8 @@ WIDE, NARROW = 900, 350
 """Pixels, with the labels."""
 NAMES_OF_ROWS = 18
 """Letters of the names of rows, which wrap."""
+APART = 4
+"""Pixels of the two dots of a row from its middle, so that neither covers the other's interval."""
 ACCENT = f"var(--c{method_of('roles')})"
 """Of the first dots of rows: blue, which is the colour of no method that trains nothing."""
 FONT, LETTER = 12, 0.6
@@ -182,8 +184,9 @@ def _dots(chart: DotChart, width: int, font: float) -> Specification:
         told = f"{line}: {row['y']:.0%} ({row['low']:.0%} to {row['high']:.0%}) {row['place']}"
         up = -7 if note or len(name) > 1 else 0
         weight = "bold" if line == chart.bold else "normal"
+        shift = -APART if row["place"] == first else APART
         words = {"name": name, "note": note, "told": told, "up": up, "weight": weight}
-        rows.append(row | words)
+        rows.append(row | words | {"shift": shift})
     label = LETTER * font * NAMES_OF_ROWS + 10
     ticks = np.linspace(0, 1, 5 if width > 1.2 * NARROW else 3).tolist()
     axis = alt.Axis(grid=False, values=ticks, format="%")
@@ -199,6 +202,7 @@ def _dots(chart: DotChart, width: int, font: float) -> Specification:
     one = base.transform_filter(f"datum.place == '{first}'")
     names = one.encode(x=alt.value(-label))
     weight = alt.expr("datum.weight")
+    shift = alt.expr("datum.shift")
     text: dict[str, Any] = {"align": "left", "baseline": "middle", "fontSize": font}
     share, name = chart.mark
     place = {"y": share, "name": f"{share:.0%}: {name}"}
@@ -209,10 +213,10 @@ def _dots(chart: DotChart, width: int, font: float) -> Specification:
             y=alt.value(-17), y2=alt.value("height")
         ),
         mark.mark_text(color=soft, dx=4, **text).encode(y=alt.value(-11), text="name:N"),
-        base.mark_rule(strokeWidth=2).encode(
+        base.mark_rule(strokeWidth=2, yOffset=shift).encode(
             x="low:Q", x2="high:Q", color=alt.Color("place:N", scale=inks, legend=None)
         ),
-        base.mark_point(size=80, strokeWidth=2, opacity=1).encode(
+        base.mark_point(size=70, strokeWidth=2, opacity=1, yOffset=shift).encode(
             stroke=alt.Stroke("place:N", scale=inks, legend=legend),
             fill=alt.Fill("place:N", scale=fills, legend=legend),
             description="told:N",

@@ -146,7 +146,10 @@ def read_results(paths: Sequence[str | Path]) -> list[Content]:
 
 
 def _files(path: Path) -> list[Path]:
-    """The file, or the result files of a folder."""
+    """The file, or the result files of a folder; or what a check kept that wrote no folder."""
+    kept_by_check = Path(f"{path}.results.json")
+    if not path.exists() and kept_by_check.is_file():
+        return [kept_by_check]
     if not path.is_dir():
         return [path]
     found = [path / name for name in IN_FOLDERS if (path / name).is_file()]

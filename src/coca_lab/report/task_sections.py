@@ -118,6 +118,8 @@ def _documents_caption(cells: Sequence[Perplexity]) -> str:
 def _intervals_over(counts: Sequence[int]) -> str:
     """What the intervals of cells with so many documents each are of."""
     count = min(counts)
+    if count < 2:
+        return "One document, which has no interval."
     rough = f", fewer than {FEW_DOCUMENTS}: rough" if count < FEW_DOCUMENTS else ""
     return f"Small: 95% intervals over documents ({count:,}{rough})."
 

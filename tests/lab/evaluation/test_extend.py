@@ -212,6 +212,7 @@ def test_without_a_method_that_shows_no_loss_none_is_taken(source, tmp_path, cap
     assert f"Results: {results}, drawn by coca report {results}" in said
     (content,) = read_results([results])
     assert content["check"]["decision"].startswith("No method has") and content["results"]
+    assert read_results([tmp_path / "target"]) == [content]
 
 
 def test_a_method_that_is_named_is_written_whatever_the_check_says(source, tmp_path, capsys):
@@ -390,7 +391,7 @@ def test_limits_of_distances_are_of_a_named_method(source, tmp_path, capsys):
         (["--near", 8, "--method", "yarn"], "yarn has no --near, which is for limited, self_"),
         (["--near", 8], "error: --near is for some methods: name one with --method"),
         (["--options", "{first: 9}"], "--options are those of one method: name it with --method"),
-        (["--check-numbers", 3], "is said beside --check TEXT, which is missing"),
+        (["--check-numbers", 3], "--check-numbers says how to measure: add --check TEXT"),
         (["--to", 100], "error: --to, the tokens to read, must be a whole number of at least 161"),
         (["--to", 100], "is 160 (max_position_embeddings; --length sets another)"),
         (["--method", "rope"], "--method: expected one of 'auto', 'limited'"),

@@ -94,7 +94,7 @@ def test_a_table_has_figures_intervals_and_conditions_by_hand():
     assert keys.note == "Small: Wilson’s 95% intervals. Prompts: 10 each. Depths: random."
     assert keys.chart.points[["low", "high"]].iloc[0].tolist() == [0.1, 0.9]
     assert shown(*CELLS)[BY_LENGTH].note == (
-        "Small: 95% intervals over documents (1, fewer than 10: rough). Tokens scored at a "
+        "One document, which has no interval. Tokens scored at a "
         "length: 1,000. Stride: 64. Targets: shared."
     )
     many = perplexity("a", 64, 2.0, documents=scored(*range(10)))
@@ -158,7 +158,7 @@ def test_all_of_rulers_tasks_are_one_group(tokenizer, text_folder, monkeypatch, 
     assert kept == "keeps 85% up to" and not any(kept in header for _, header, _ in others)
     assert (title, mean) == ("RULER", "mean RULER score of 5 tasks at")
     assert [title for title, _, _ in others] == [f"RULER, {kind}" for kind in kinds]
-    assert "groups of results" not in build_report([{"results": cells}])
+    assert " groups, each of other texts" not in build_report([{"results": cells}])
 
 
 def test_seeds_and_sizes_by_hand():
