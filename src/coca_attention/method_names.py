@@ -6,15 +6,15 @@ Here without Transformers, for options and recipes.
 from typing import Literal
 
 SavedMethod = Literal[
-    "limited",
-    "yarn",
-    "dynamic",
-    "ntk",
-    "leaky",
-    "self_extend",
     "shifted",
-    "string",
+    "limited",
+    "leaky",
+    "yarn",
+    "ntk",
     "temperature",
+    "dynamic",
+    "self_extend",
+    "string",
     "linear",
     "llama3",
     "longrope",

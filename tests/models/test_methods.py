@@ -271,14 +271,14 @@ def test_a_model_is_extended_for_a_while(method):
             "Llama",
             {},
             {"method": "yarm"},
-            "`method` must be one of limited, yarn, [^']*longrope, got 'yarm'; did you mean yarn",
+            "`method` must be one of shifted, [^']*longrope, got 'yarm'; did you mean yarn",
         ),
-        ("Llama", {}, {"method": "non"}, "must be one of limited, .*, longrope, got 'non'$"),
+        ("Llama", {}, {"method": "non"}, "must be one of shifted, .*, longrope, got 'non'$"),
         (
             "Llama",
             {},
             {"method": "yarn", "near": 8},
-            "near is for method limited and self_extend and shifted and string: leave it out",
+            "near is for method shifted and limited and self_extend and string: leave it out",
         ),
         (
             "Llama",

@@ -328,7 +328,7 @@ def test_what_a_method_does_to_short_texts_is_said(method, source, tmp_path, cap
     # Of methods that change short texts it is said, on the screen and in the card.
     sentence = (
         "Texts of up to 160 tokens change, too, and answers to them may get worse; methods "
-        "limited and shifted keep them as they are."
+        "shifted and limited keep them as they are."
     )
     card = (tmp_path / "target" / "README.md").read_text()
     assert (sentence in said) == (sentence in card) == (method == "yarn")
@@ -388,13 +388,16 @@ def test_limits_of_distances_are_of_a_named_method(source, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--near", 8, "--method", "yarn"], "yarn has no --near, which is for limited, self_"),
+        (
+            ["--near", 8, "--method", "yarn"],
+            "yarn has no --near, which is for shifted, limited",
+        ),
         (["--near", 8], "error: --near is for some methods: name one with --method"),
         (["--options", "{first: 9}"], "--options are those of one method: name it with --method"),
         (["--check-numbers", 3], "--check-numbers says how to measure: add --check TEXT"),
         (["--to", 100], "error: --to, the tokens to read, must be a whole number of at least 161"),
         (["--to", 100], "is 160 (max_position_embeddings; --length sets another)"),
-        (["--method", "rope"], "--method: expected one of 'auto', 'limited'"),
+        (["--method", "rope"], "--method: expected one of 'auto', 'shifted'"),
         (["--check", "nosuch.txt"], "nosuch.txt"),
         (["--near", 500, "--method", "limited"], "error: --near, in tokens and at most L, must be"),
         (
