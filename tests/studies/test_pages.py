@@ -194,6 +194,27 @@ def test_what_pages_say_of_needles_in_eight_books_is_in_their_file():
         assert f"{called} {found}" in page
 
 
+def test_the_table_of_qwen_is_of_its_file():
+    (content,) = read_results([ROOT / "results/qwen/needles.json"])
+    page = (ROOT / "results/qwen/README.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\|(?: ([\d,]+) tokens)? \| (as it is|STRING) \|(.*)\|$", page, re.M)
+    shown = []
+    for length, method, row in lines:
+        texts = length or shown[-1][0]
+        shown.append((texts, method, [cell.strip() for cell in row.split("|")]))
+    assert len(shown) == len(content["results"]) == 6
+    for cell in content["results"]:
+        near = cell["ranges"]["near"]
+        beyond = cell["ranges"]["beyond"]
+        row = ["", "", "", ""]
+        for place, part in enumerate((near, beyond)):
+            if part["needles"]:
+                row[place] = f"{100 * math.exp(-part['nats']):.1f} %"
+                row[place + 2] = f"{part['found']} of {part['needles']}"
+        method = "as it is" if cell["scaling"] == "none" else "STRING"
+        assert (f"{cell['length']:,}", method, row) in shown
+
+
 @pytest.mark.parametrize(
     ("folder", "after", "rows", "digits"),
     [
