@@ -54,6 +54,9 @@ MEASURED = {"distances": 16, "frequencies": 16, "weights": 64}
 """T / L up to which methods of a kind were measured: 4,096 tokens of models made for 256
 (results/extension), and a temperature in their queries 16,384 (results/retrieval)."""
 
+LONGEST_FILE = 32_768
+"""Tokens that the longest files of Python's library surely have (61,005 by SmolLM2's tokenizer)."""
+
 
 def convert_command(path: str, target: str, wanted: Conversion, folder: FolderSettings) -> None:
     """Turn a vanilla model's folder into the CoCA model of its family, to be trained on."""
@@ -127,7 +130,8 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
     if cost := METHODS[chosen.method].cost(length):
         print(cost)
     print(f"Next: {generate_words(target)}, coca serve {target}")
-    print(f"What it finds: coca eval needles {target} --max-documents 1 --lengths {to}")
+    source = "" if to <= LONGEST_FILE else "--source TEXT "
+    print(f"What it finds: coca eval needles {target} {source}--max-documents 1 --lengths {to}")
 
 
 def _say_what_is_taken(method: MethodName, why: str, length: int, to: int) -> None:
