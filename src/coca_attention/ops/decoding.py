@@ -91,7 +91,7 @@ def key_frames(
     """
     found = rotation.distance_map
     if far and (found is None or not found.has_equal_steps):
-        raise ValueError(f"frames need far keys that are equally far apart, got the map {found}")
+        raise ValueError(f"frames need far keys that are equally far apart, got the map {found!r}")
     device = first_position.device
     magnitude = rotation.rule.magnitude
     starts = torch.arange(0, length, tile, device=device)
