@@ -356,8 +356,8 @@ def test_the_picture_of_the_readmes_table_has_its_figures(figures):
     readme = (root / "README.md").read_text("utf-8")
     table = readme.partition("| reading 12,288 tokens |")[2].partition("\n\n")[0]
     cells = [re.split(r" *\| *", line)[1:-1] for line in table.splitlines()[2:]]
-    # Behind a method's name stand that of its option, in code, and, behind a comma, in its paper.
-    names = [re.sub(r"\*\*| \(`\w+`\)|, [A-Z][\w ]*?(?= \(|$)", "", name) for name, *_ in cells]
+    # The name of what is taken is bold, and behind a method's name stands its option's, in code.
+    names = [re.sub(r" \(`\w+`\)", "", name) for name, *_ in cells]
     rows = {name: row[1:] for name, row in zip(names, cells, strict=True)}
     assert len(rows) == 7
     shown = {}
@@ -366,7 +366,7 @@ def test_the_picture_of_the_readmes_table_has_its_figures(figures):
     for place in (near, far):
         for row in drawn.points[drawn.points["place"] == place].itertuples():
             assert row.low < row.y < row.high
-            name = row.line + " (taken)" * (row.line == drawn.bold)
+            name = f"**{row.line}**" if row.line == drawn.bold else row.line
             shown.setdefault(name, []).append(f"{row.y:.0%}".replace("%", " %"))
             loses = drawn.notes.get(row.line) == "loses within L"
             assert loses == ("of perplexity" in rows[name][0])
