@@ -215,6 +215,29 @@ def test_the_table_of_qwen_is_of_its_file():
         assert (f"{cell['length']:,}", method, row) in shown
 
 
+def test_the_perplexity_of_qwen_is_of_its_file():
+    (content,) = read_results([ROOT / "results/qwen/texts.json"])
+    page = (ROOT / "results/qwen/README.md").read_text(encoding="utf-8")
+    read = {"none": {}, "string (near=10923)": {}}
+    for cell in content["results"]:
+        read[cell["scaling"]][cell["window"]] = cell
+    as_it_is, string = read.values()
+    assert list(as_it_is) == [4096, 16384, 32768]
+    for window, cell in as_it_is.items():
+        documents = [
+            [DocumentScore.of(each) for each in documents]
+            for documents in (string[window]["documents"], cell["documents"])
+        ]
+        pairs = differences(*documents)
+        change = 100 * math.expm1(mean_nats(pairs))
+        low, high = (100 * math.expm1(end) for end in nats_interval(pairs))
+        interval = (
+            f"{low:.1f} to {high:.1f}" if low > 0 else f"−{-low:.0f} to +{high:.0f}: not shown"
+        )
+        values = f"{cell['perplexity']:.2f} | {string[window]['perplexity']:.2f}"
+        assert f"| {window:,} tokens | {values} | {change:.1f} % higher ({interval}) |" in page
+
+
 @pytest.mark.parametrize(
     ("folder", "after", "rows", "digits"),
     [
