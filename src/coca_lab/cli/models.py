@@ -124,9 +124,10 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
         print(f"Results: {results}, drawn by coca report {target}")
     engines = in_words(engines_of(chosen.method, quantised_by(path, config)))
     size = sum(file.stat().st_size for file in Path(target).rglob("*") if file.is_file())
+    log.info("%s: %s MB", target, f"{size / 1e6:,.1f}")
     print(
         f"{target}: {model.config.model_type}, {chosen.name}, for texts of {to:,} tokens; runs in "
-        f"{engines}; {size / 1e6:,.1f} MB"
+        f"{engines}"
     )
     if cost := METHODS[chosen.method].cost(length):
         print(cost)
