@@ -31,9 +31,11 @@ README = "long-context"
 LENGTHS, KEYS = PERPLEXITY.title, PASSKEYS.title
 PAGES: dict[str, tuple[dict[str, str], str]] = {
     "long-context": (
-        {LENGTHS: "Perplexity at 4,096 tokens (16 × the training context): “RoPE, the last 256 "
+        {LENGTHS: "At 4,096 tokens none beats the last 256 alone\n"
+         "Perplexity at 4,096 tokens (16 × the training context): “RoPE, the last 256 "
          "alone” 20.3, the others 21.0 to 88.5.",
-         f"{KEYS} (texts 1 of 2)": "Passkeys found at 4,096 tokens (16 × the training context): "
+         f"{KEYS} (texts 1 of 2)": "At 4,096 tokens only roles find the passkeys\n"
+         "Passkeys found at 4,096 tokens (16 × the training context): "
          "roles 100%, the others 0% to 8%."},
         "Roles, rotary, no decay=roles; RoFormer + limited to 16 L=RoPE, limited distances; "
         "ALiBi; RoFormer + YaRN to 16 L=RoPE, YaRN; CoCA-Strict; RoFormer + NTK to 16 L=RoPE, NTK; "
@@ -74,8 +76,13 @@ PAGES: dict[str, tuple[dict[str, str], str]] = {
     ),
 }  # fmt: skip
 """By folder of results: the sections of its report whose charts its page shows with these words,
-and their lines: name=name there. Tests compare the words with the figures.
+and their lines: name=name there. Words of two lines have a heading first. Tests compare them with
+the figures.
 """
+STRONG = {
+    "long-context": ("roles", "RoPE", "RoPE, the last 256 alone"),
+}
+"""By folder, the lines that its words are about, if there are others that matter less."""
 WITHOUT_RANGES = ("native",)
 """Folders whose ranges of seeds lie over each other; the tables have every seed."""
 UNLABELLED = {"native": (512,)}
@@ -133,7 +140,8 @@ def report_charts(folder: Path, said: dict[str, str], lines: str) -> list[Titled
         points = points.assign(line=line + short)
         bars = chart.bars and folder.name not in WITHOUT_RANGES
         ticks = [tick for tick in chart.ticks if tick not in UNLABELLED.get(folder.name, ())]
-        return replace(chart, points=points, ticks=ticks, bars=bars)
+        strong = STRONG.get(folder.name, ())
+        return replace(chart, points=points, ticks=ticks, bars=bars, strong=strong)
 
     drawn = []
     for title, words in said.items():
@@ -154,7 +162,8 @@ def picture(parts: Sequence[Titled], width: int, *, above: bool) -> str:
     palette: Palette = {}
     drawn: list[dict[str, Any]] = []
     data: dict[str, Any] = {}
-    for title, chart in parts:
+    for words, chart in parts:
+        title, _, said = words.partition("\n")
         part = specification(chart, palette, width, height=220)
         part["title"] = {
             "text": textwrap.wrap(title, (width - 40) // 10, break_on_hyphens=False),
@@ -163,8 +172,9 @@ def picture(parts: Sequence[Titled], width: int, *, above: bool) -> str:
         }
         seeds = chart.points["seeds"]
         if seeds.max() > 1:
-            note = f"Lines are means of {ends(seeds)} seeds{', bands their range' * chart.bars}"
-            part["title"]["subtitle"] = textwrap.wrap(note, (width - 40) // 7)
+            said += f" Lines are means of {ends(seeds)} seeds{', bands their range' * chart.bars}"
+        if said:
+            part["title"]["subtitle"] = textwrap.wrap(said.strip(), (width - 40) // 7)
         data |= part.pop("datasets")
         config, _ = part.pop("config"), part.pop("padding")
         drawn.append(part)

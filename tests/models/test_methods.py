@@ -195,6 +195,32 @@ def test_shifted_distances_are_those_of_training(family, method, to, near, tmp_p
     assert difference(ours[:, same:], before[:, same:]) > 1e-4
 
 
+def test_up_to_the_training_length_shifted_distances_differ_by_the_rounding_of_angles():
+    """Transformers has angles in float32; from exact ones the original has the same logits, here in
+    float64."""
+    length = 1024
+    options = {"max_position_embeddings": length}
+    original = vanilla("Llama", **options).double()
+    extended = extend_context(vanilla("Llama", **options).double(), "shifted", to=3 * length // 2)
+    ids = some_tokens(original, length=length)
+    expected = logits(extended, ids)
+    # An angle is off by the rounding of its frequency and of its product, at most 2^-24 each.
+    largest = 2 * length * 2**-24
+    rounded = difference(logits(original, ids), expected)
+    assert 0 < rounded < largest
+    rotary = original.model.rotary_emb
+    width = original.config.head_dim
+    theta = 10000.0 ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
+
+    def exact(x, position_ids):
+        angles = position_ids[..., None].double() * theta
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+    rotary.forward = exact
+    assert difference(logits(original, ids), expected) < 1e-12
+
+
 def test_shifted_distances_leave_texts_of_training_to_any_attention_function(monkeypatch):
     """Bit by bit as limited distances do, after a cache, too; a later query needs two scores."""
     model = extend_context(vanilla("Llama"), "shifted", to=100)

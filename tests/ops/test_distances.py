@@ -315,3 +315,32 @@ def test_half_precision(take, way, dtype):
     ours = coca_attention(*(x.to(dtype) for x in (q, t, v)), **options)
     assert ours.dtype == dtype
     assert (ours.double() - exact).abs().max() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (
+            DistanceMap.shifted(6208, 128, after=8192),
+            "distances d from 6,208 tokens on count as d − 6,080, for queries from position 8,192 "
+            "on",
+        ),
+        (DistanceMap.shifted(6208, 128), "distances d from 6,208 tokens on count as d − 6,080"),
+        (
+            DistanceMap.grouped(4096, 4),
+            "distances d from 4,096 tokens on count as d // 4 + 3,072",
+        ),
+        (DistanceMap.limited(8192), "distances d from 8,192 tokens on count as 8,192"),
+        (
+            DistanceMap.leaky(4096, 0.25),
+            "distances d from 4,096 tokens on count as 0.25 d + 3,072",
+        ),
+        (
+            DistanceMap(8, (0.5, 1.0), (4.0, 0.0)),
+            "DistanceMap(near=8, slope=(0.5, 1.0), start=(4.0, 0.0), group=1, after=0)",
+        ),
+    ],
+)
+def test_a_map_says_what_distances_count_as(found, said):
+    """As errors name it; with a slope for every pair by its fields."""
+    assert str(found) == said

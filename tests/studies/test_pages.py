@@ -505,3 +505,19 @@ def test_the_table_of_ruler_by_four_prompts_is_of_its_results():
         low, high = mean_interval(more)
         interval = f"({low:+.0f} to {high:+.0f})".replace("-", "−")
         assert re.search(rf"{sum(more) / 4:.0f} (points )?above {name} {re.escape(interval)}", said)
+
+
+def test_the_doubled_passkeys_are_those_of_their_file():
+    """The length, its multiple of L, and how many prompts are answered."""
+    folder = ROOT / "results" / "retrieval"
+    (cell,) = read_json(folder / "farther" / "doubled.json")["results"]
+    page = " ".join((folder / "README.md").read_text("utf-8").split())
+    (said,) = re.findall(r"\*\*Doubled\*\*: (.*?) \(`farther/doubled.json`", page)
+    seed, factor, hits, prompts, length = re.findall(r"\d+(?:,\d{3})*", said)
+    assert cell["model"] == f"seed {seed}"
+    assert cell["factor"] == float(factor.replace(",", ""))
+    assert cell["length"] == int(length.replace(",", ""))
+    assert cell["length"] == cell["factor"] * cell["training_length"]
+    assert len(cell["samples"]) == int(prompts)
+    assert sum(str(each["key"]) in each["output"] for each in cell["samples"]) == int(hits)
+    assert sum(each["hit"] for each in cell["samples"]) == int(hits)

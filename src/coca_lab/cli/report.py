@@ -1,10 +1,16 @@
 """The command that draws a page of results, which needs no torch."""
 
-from coca_lab.report import write_report
+from pathlib import Path
+
+from coca_lab.report import read_results, write_report
 from coca_lab.settings.commands import ReportSettings
 
 
 def report_command(paths: list[str], settings: ReportSettings) -> None:
     """Turn result files, or folders of runs and studies, into one self-contained page."""
+    replaced = ", in place of the page that was there" * Path(settings.output).exists()
     page = write_report(paths, **vars(settings))
-    print(f"Report: {page}")
+    for content in read_results(paths):
+        if check := content.get("check"):
+            print(check["decision"])
+    print(f"Report: {page}{replaced}")

@@ -48,6 +48,7 @@ class LineChart:
         shares: Whether the vertical axis is linear, from 0 to 100 %; otherwise it is logarithmic.
         mark: A place on the horizontal axis, and its name.
         bars: Whether intervals are drawn, and not only told on hovering.
+        strong: Lines in colour; the others are grey and thin, without intervals. All if empty.
     """
 
     points: Frame
@@ -57,6 +58,7 @@ class LineChart:
     shares: bool = False
     mark: tuple[float, str] | None = None
     bars: bool = True
+    strong: Sequence[str] = ()
 
     def drawn(self) -> Frame:
         """The finite points, with all columns: of more than `MOST` lines a choice."""

@@ -32,6 +32,7 @@ def check_section(check: CheckRecord) -> Section:
         header=header,
         rows=rows,
         note=note,
+        has_words=True,
     )
 
 

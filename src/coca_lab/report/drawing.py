@@ -20,6 +20,8 @@ from coca_lab.report.charts import COLOURS, DotChart, Frame, LineChart, Palette,
 
 SHADES, DASHES = ("c", "d"), ("1 0", "6 3", "2 3", "9 3 2 3")
 """In turn, of lines that have the same method: its colour and a deeper one, and their dashes."""
+QUIET: tuple[str, list[int]] = "var(--soft)", [1, 0]
+"""Colour and dashes of lines that are not strong."""
 SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
 SHAPES += ("triangle-left", "triangle-right")
 """Of the dots of a chart's lines, as many as there may be."""
@@ -85,7 +87,10 @@ def specification(
     if isinstance(chart, DotChart):
         return _dots(chart, width, font)
     points = chart.drawn()
-    looks = {line: _look(line, palette) for line in points["line"].unique()}
+    strong = chart.strong or points["line"].unique().tolist()
+    looks = {
+        line: _look(line, palette) if line in strong else QUIET for line in points["line"].unique()
+    }
     ticks = _ticks(chart, points)
     domain = (-0.02, 1.04) if chart.shares else (ticks[0], ticks[-1])
     last = points.sort_values("x", kind="stable").groupby("line", sort=False).tail(1)
@@ -113,9 +118,12 @@ def specification(
         kind = "log"
         title = f"{chart.y}, log scale"
         axis = alt.Axis(values=ticks, format=",.4~r", labelOverlap=True)
-    across = alt.Axis(values=[*chart.ticks], format=",.9~r", labelOverlap="parity", grid=False)
+    across = alt.Axis(values=[*chart.ticks], format=",.9~r", grid=False)
+    across.labelOverlap = "parity"
+    across.labelSeparation = FONT / 2
     colour = alt.Color("line:N", scale=by_line(look for look, _ in looks.values()), legend=None)
     dashes = by_line(look for _, look in looks.values())
+    widths = by_line(2 if line in strong else 1 for line in looks)
     shape = alt.Shape("line:N", scale=by_line(SHAPES[: len(looks)]), legend=None)
     base = alt.Chart(alt.InlineData(values=_records(chart, points))).encode(
         x=alt.X("x:Q", title=chart.x, axis=across).scale(type="log", base=2, nice=False),
@@ -125,9 +133,11 @@ def specification(
         color=colour,
         strokeDash=alt.StrokeDash("line:N", scale=dashes, legend=None),
     )
-    layers: list[Any] = [base.mark_line(clip=True)]
+    width_of_line = alt.StrokeWidth("line:N", scale=widths, legend=None)
+    layers: list[Any] = [base.mark_line(clip=True).encode(strokeWidth=width_of_line)]
     if chart.bars and points["low"].notna().any():
         areas = base.transform_filter("isValid(datum.low)").encode(y="low:Q", y2="high:Q")
+        areas = areas.transform_filter(alt.FieldOneOfPredicate(field="line", oneOf=strong))
         layers = [areas.mark_area(opacity=0.15, clip=True), *layers]
     dots = base.transform_filter(f"datum.y <= {domain[1]}")
     dots = dots.encode(description="told:N", shape=shape)

@@ -16,7 +16,7 @@ from coca_attention.errors import UserError
 from coca_lab.cells import ATTEND_LAST, Figure
 from coca_lab.intervals import DocumentScore, differences, mean_nats, nats_interval
 from coca_lab.report.charts import MOST, Frame, LineChart
-from coca_lab.report.section import Entry, Section, number, signed
+from coca_lab.report.section import Entry, Section, more_or_fewer, number
 
 SCALING_NAMES = {
     "none": "",
@@ -199,9 +199,9 @@ def length_section(frame: Frame, measure: Measure, title: str, caption: str) -> 
     for length in lengths:
         multiple = ""
         if trained and length >= trained:
-            multiple = f"{length / trained:,.4g} ×"
+            multiple = f"{length / trained:,.4g} L"
         elif trained:
-            multiple = f"{length / trained:.2g} ×"
+            multiple = f"{length / trained:.2g} L"
         header.append(Entry(f"{length:,}", multiple))
     entries = _entries(frame, measure)
     rows: list[list[str | Entry]] = []
@@ -213,8 +213,10 @@ def length_section(frame: Frame, measure: Measure, title: str, caption: str) -> 
         rows = [[*row, by_line.get(str(row[0]), "–")] for row in rows]
         caption += (
             " Last column: over the same documents, with paired 95% intervals; those that have "
-            f"{1 if measure.ratios else 0} show no difference."
+            f"{1 if measure.ratios else 'fewer and more nats'} show no difference."
         )
+    if trained:
+        caption += f" L: the training context, {trained:,} tokens."
     drawn = chart.drawn()["line"].nunique()
     if len(lengths) > 1 and drawn == MOST and drawn < len(rows):
         caption += f" The chart has {drawn} of {len(rows)} lines."
@@ -279,11 +281,14 @@ def paired_difference(mine: Scores, theirs: Scores, ratios: bool) -> str | Entry
         first = f"{least:{form}}"
         last = f"{most:{form}}"
     else:
-        shown = signed(mean)
-        first = signed(low)
-        last = signed(high)
+        shown = more_or_fewer(mean)
+        first = more_or_fewer(low)
+        last = more_or_fewer(high)
     if low <= 0 <= high:
         shown = "the same" if first == last else f"{shown}, no difference shown"
+    for word in (" more", " fewer"):
+        if last.endswith(word):  # is said once of both ends
+            first = first.removesuffix(word)
     return Entry(shown, f"{first} to {last}")
 
 

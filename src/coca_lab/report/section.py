@@ -36,6 +36,8 @@ class Section:
         rows: Rows of the table.
         note: The caption: conditions in fixed words, and numbers.
         is_printed: Whether the terminal shows the table, too.
+        has_words: Whether the second column has words, which begin on its left; figures end on
+            its right.
     """
 
     title: str
@@ -44,11 +46,12 @@ class Section:
     rows: Sequence[Sequence[str | Entry]] = ()
     note: str = ""
     is_printed: bool = True
+    has_words: bool = False
 
 
-def signed(value: float) -> str:
-    """A number with its sign, a minus sign for negative ones."""
-    return f"{value:+z.3f}".replace("-", "−")
+def more_or_fewer(value: float) -> str:
+    """A difference of nats, which are counted: "0.610 fewer"."""
+    return f"{abs(value):.3f} {'more' if round(value, 3) >= 0 else 'fewer'}"
 
 
 def number(value: float) -> str:

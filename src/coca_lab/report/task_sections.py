@@ -117,11 +117,13 @@ def _documents_caption(cells: Sequence[Perplexity]) -> str:
 
 def _intervals_over(counts: Sequence[int]) -> str:
     """What the intervals of cells with so many documents each are of."""
-    count = min(counts)
-    if count < 2:
+    several = [count for count in counts if count > 1]
+    if not several:
         return "One document, which has no interval."
-    rough = f", fewer than {FEW_DOCUMENTS}: rough" if count < FEW_DOCUMENTS else ""
-    return f"Small: 95% intervals over documents ({count:,}{rough})."
+    rough = f", fewer than {FEW_DOCUMENTS}: rough" if min(several) < FEW_DOCUMENTS else ""
+    said = f"Small: 95% intervals over documents ({ends(several)}{rough})"
+    alone = "; figures of one document have none" if len(several) < len(counts) else ""
+    return f"{said}{alone}."
 
 
 def _copies(cell: Perplexity) -> Iterator[Point]:
@@ -169,6 +171,7 @@ def needle_sections(cells: Sequence[Needles]) -> list[Section]:
         "Needles: probability of a digit (a guess has 10%), numbers found whole",
         header=["model", "where", *(f"{length:,} tokens" for length in lengths)],
         rows=rows,
+        has_words=True,
     )
     sections = length_sections(frame, NEEDLES, caption)
     return [*(replace(section, is_printed=False) for section in sections), summary]
@@ -202,7 +205,9 @@ def _needle_part(
         chosen = [each for each in document.needles if nearest <= each.distance <= farthest]
         nats = sum(math.inf if each.nats is None else each.nats for each in chosen)
         scores.append(DocumentScore(str(document.id), nats, cell.digits * len(chosen)))
-    return Point(cell, cell.length, figures.nats, figures.ci95, kind, scores), figures
+    # Student's intervals may reach below 0, where no nats are.
+    interval = figures.ci95 and [max(0.0, end) for end in figures.ci95]
+    return Point(cell, cell.length, figures.nats, interval, kind, scores), figures
 
 
 def passkey_sections(cells: Sequence[Passkey]) -> list[Section]:

@@ -316,7 +316,7 @@ def test_results_of_a_check_have_the_length_that_is_set(source, tmp_path, capsys
 @pytest.mark.parametrize("method", ["auto", "yarn"])
 def test_what_a_method_does_to_short_texts_is_said(method, source, tmp_path, capsys):
     words = [source, tmp_path / "target", "--method", method]
-    code, said, _ = run(capsys, "extend", *words)
+    code, said, err = run(capsys, "extend", *words)
     assert code == 0
     unchanged = "Texts of up to 160 tokens are computed as before; --method yarn changes them, and"
     assert (unchanged in said) == ("Method: shifted, the default;" in said) == (method == "auto")
@@ -325,6 +325,8 @@ def test_what_a_method_does_to_short_texts_is_said(method, source, tmp_path, cap
         "yarn": "yarn, for texts of 240 tokens; runs in Transformers, vLLM",
     }
     assert engines[method] in said
+    size = sum(file.stat().st_size for file in (tmp_path / "target").iterdir())
+    assert f"target: {size / 1e6:,.1f} MB\n" in err
     # Of methods that change short texts it is said, on the screen and in the card.
     sentence = (
         "Texts of up to 160 tokens change, too, and answers to them may get worse; methods "
@@ -343,6 +345,12 @@ def test_what_is_taken_unasked_and_what_nobody_measured_is_said(source, tmp_path
         assert (
             f"What it finds: coca eval needles {target} --max-documents 1 --lengths {to}\n" in said
         )
+        (printed,) = re.findall(r"What it finds: coca (.*)", said)
+        if measured:
+            output = tmp_path / "found.json"
+            code, table, err = run(capsys, *printed.split(), "--output", output)
+            assert code == 0, err
+            assert "numbers found whole" in table and f"{to:,} tokens" in table
         unknown = "limited was measured up to 16 times, so how well the model reads there is unknow"
         assert (unknown in err) != measured and ("--check TEXT" in err) != measured
     _, said, err = run(

@@ -203,6 +203,30 @@ def test_lines_of_a_chart_are_told_apart_by_their_colours_and_by_their_dots():
         assert len({colours(theme)[name] for name in used}) == len(names)
 
 
+def test_lines_that_matter_less_are_grey_thin_and_without_intervals():
+    """In README's picture eight colours could not be told apart."""
+    lines = [points(name, [1, 2], low=0.5, high=3.0) for name in ("RoPE", "NTK", "YaRN")]
+    made = specification(chart(*lines, strong=["RoPE"]), {})
+    area, line, dots, *_ = made["layer"]
+    assert area["transform"][1]["filter"]["oneOf"] == ["RoPE"]
+    colour, *greys = line["encoding"]["color"]["scale"]["range"]
+    assert colour == f"var(--c{method_of('RoPE')})" and greys == ["var(--soft)"] * 2
+    assert line["encoding"]["strokeWidth"]["scale"]["range"] == [2, 1, 1]
+    assert len(set(dots["encoding"]["shape"]["scale"]["range"])) == 3
+    every = specification(chart(*lines), {})["layer"][1]["encoding"]
+    assert "var(--soft)" not in every["color"]["scale"]["range"]
+    assert every["strokeWidth"]["scale"]["range"] == [2, 2, 2]
+
+
+def test_labels_of_lengths_do_not_touch():
+    """In README's picture 2,048 and 4,096 were one number."""
+    lines = points("RoPE, the last 256 alone", [1] * 5).assign(x=[256, 512, 1024, 2048, 4096])
+    made = specification(chart(lines, ticks=lines["x"].tolist()), {}, 440)
+    texts = re.findall(r"<text[^>]*>[\d,]+</text>", vl_convert.vegalite_to_svg(made))
+    shown = [re.sub(r"<[^>]+>", "", text) for text in texts if 'opacity="0"' not in text]
+    assert shown[:3] == ["256", "1,024", "4,096"]
+
+
 def test_a_chart_of_one_length_is_left_out_since_its_table_says_the_same():
     read = [
         {"task": "passkey", "model": "a", "length": length, "accuracy": 0.5, "samples": []}
@@ -286,8 +310,9 @@ def test_the_words_of_a_committed_picture_are_those_of_its_figures(figures, name
     assert "var(" not in svg and "prefers-color-scheme" not in svg  # which few programs know
     picture = " ".join(re.sub(r"<[^>]+>", " ", svg).split())
     drawn = figures.report_charts(RESULTS / name, *figures.PAGES[name])
-    for title, chart in drawn:
-        assert title in picture
+    for words, chart in drawn:
+        *headings, title = words.split("\n")
+        assert title in picture and all(heading in picture for heading in headings)
         assert all(line in picture for line in chart.points["line"])
         far = chart.points[chart.points["x"] == chart.points["x"].max()].set_index("line")["y"]
         form = figures.PASSKEYS.form if chart.shares else "{:.1f}".format
@@ -299,6 +324,19 @@ def test_the_words_of_a_committed_picture_are_those_of_its_figures(figures, name
         assert f" at {chart.points['x'].max():,} tokens" in title
         who = title.partition(": ")[2].split(", the others")[0]
         assert all(name in who for name in {*far.index} - {*others.index})
+
+
+def test_the_headings_of_the_readmes_picture_are_what_its_lines_show(figures):
+    """None is below RoPE with the last 256 tokens; of passkeys none but roles find half."""
+    drawn = figures.report_charts(RESULTS / figures.README, *figures.PAGES[figures.README])
+    perplexity, passkeys = (
+        chart.points[chart.points["x"] == 4096].set_index("line")["y"] for _, chart in drawn
+    )
+    headings = [words.partition("\n")[0] for words, _ in drawn]
+    assert headings[0] == "At 4,096 tokens none beats the last 256 alone"
+    assert perplexity.idxmin() == "RoPE, the last 256 alone"
+    assert headings[1] == "At 4,096 tokens only roles find the passkeys"
+    assert passkeys[passkeys > 0.5].index.tolist() == ["roles"]
 
 
 @pytest.mark.parametrize("name", ["verdict", "native", "extension", "long-context"])

@@ -27,6 +27,7 @@ from coca_lab.report import build_report, printed_tables, write_report
 from coca_lab.report.result_files import paper_figures, parsed, read_results
 from coca_lab.report.task_sections import by_task
 from coca_lab.studies import load_study, run_study
+from commands import run
 from covering import mostly_slow
 from runs import OPTIONS
 
@@ -120,6 +121,23 @@ def test_figures_tables_and_settings_are_there(page):
         "perplexity (lower is better)", "Recipe of RoFormer", "learning_rate: 0.003",
     ):  # fmt: skip
         assert expected in page.text, expected
+
+
+def test_the_command_says_what_a_check_decided_and_that_it_replaces_a_page(
+    tmp_path, undrawn, capsys
+):
+    output = tmp_path / "r.html"
+    words = ["report", ROOT / "results" / "extend", "--output", output]
+    for replaced in ("", ", in place of the page that was there"):
+        code, said, err = run(capsys, *words)
+        assert (code, err) == (0, "")
+        decision, report = said.splitlines()
+        assert decision.startswith("shifted is taken: it gives a digit beyond L a probability of")
+        assert report == f"Report: {output}{replaced}"
+    output.write_text("mine")
+    code, _, err = run(capsys, *words)
+    assert code == 2 and "is there and no page of coca report" in err
+    assert output.read_text() == "mine"
 
 
 def test_headings_name_what_was_measured(undrawn):

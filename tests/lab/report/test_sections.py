@@ -1,14 +1,18 @@
 """What the report says of hand-made results."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from result_cells import CELLS, lines, passkey, perplexity, ruler, shown, study, training
 
 from coca_lab.evaluation.prompts import RULER_TASK, RulerSettings
 from coca_lab.evaluation.task import Model, evaluate
-from coca_lab.report import build_report, printed_tables
+from coca_lab.intervals import DocumentScore
+from coca_lab.report import build_report, page, printed_tables
+from coca_lab.report.lengths import paired_difference
 from coca_lab.report.result_files import paper_figures
+from coca_lab.report.section import Section
 from conftest import tiny_model
 
 BY_LENGTH = "Perplexity against the length read at once"
@@ -85,17 +89,18 @@ def text(row) -> list[str]:
 
 def test_a_table_has_figures_intervals_and_conditions_by_hand():
     keys = shown(*PROMPTS)["Passkeys found, by prompt length"]
-    assert text(keys.header) == ["share of passkeys found at", "512 (1 ×)", "4,096 (8 ×)"]
+    assert text(keys.header) == ["share of passkeys found at", "512 (1 L)", "4,096 (8 L)"]
     assert text(keys.rows[2]) == ["CoCA-Slack + NTK to 4 L", "–", "70% (10% to 90%)"]
     assert keys.rows[2][2].bold and not keys.rows[1][2].bold
     none = shown(*({**each, "accuracy": 0.0} for each in PROMPTS))
     entries = [cell for row in none["Passkeys found, by prompt length"].rows for cell in row]
     assert not any(getattr(cell, "bold", False) for cell in entries)
-    assert keys.note == "Small: Wilson’s 95% intervals. Prompts: 10 each. Depths: random."
+    note = "Small: Wilson’s 95% intervals. Prompts: 10 each. Depths: random. "
+    assert keys.note == f"{note}L: the training context, 512 tokens."
     assert keys.chart.points[["low", "high"]].iloc[0].tolist() == [0.1, 0.9]
     assert shown(*CELLS)[BY_LENGTH].note == (
         "One document, which has no interval. Tokens scored at a "
-        "length: 1,000. Stride: 64. Targets: shared."
+        "length: 1,000. Stride: 64. Targets: shared. L: the training context, 64 tokens."
     )
     many = perplexity("a", 64, 2.0, documents=scored(*range(10)))
     assert "(10)" in shown(many)[BY_LENGTH].note
@@ -199,7 +204,7 @@ def test_paired_figures_by_hand():
     low, high = map(float, interval.split(" to "))
     assert 1.1 < low < float(ratio[:-2]) < high < 1.13
     assert str(last["d"]) == "1.000 ×, no difference shown"
-    assert section.note.endswith("those that have 1 show no difference.")
+    assert "those that have 1 show no difference." in section.note
     assert text([last["e"]]) == ["the same (1.000 to 1.000)"]
     # What is read of other documents, or by several seeds, is not paired.
     assert len(shown(*cells[:1])[BY_LENGTH].header) == 2
@@ -223,7 +228,7 @@ def test_needles_are_compared_by_differences_of_nats_by_hand():
     assert near.header[0] == "nats a digit (probability) at"
     # exp(-2.00) and exp(-1.50)
     assert [str(a[1]), str(b[1])] == ["2.00 (14%)", "1.50 (22%)"]
-    assert str(a[2]) == "+0.500" and b[2] == ""
+    assert str(a[2]) == "0.500 more" and b[2] == ""
     assert found.rows == [["a", "", "14%, 0 of 3"], ["b", "", "22%, 3 of 3"]]
     assert [near.is_printed, found.is_printed] == [False, True]
     # Against the best of b, rounding below and above 0 is the same.
@@ -231,8 +236,65 @@ def test_needles_are_compared_by_differences_of_nats_by_hand():
     alone = cell("a", [1.0, 1.0, 1.0]) | {"scaling": "last 8,192 tokens alone"}
     (near, _) = shown(cell("b", [0.5, 0.6, 0.4]), same, alone).values()
     (b, c, a) = near.rows
-    assert (b[2], text(c[2:])) == ("", ["the same (+0.000 to +0.000)"])
+    assert (b[2], text(c[2:])) == ("", ["the same (0.000 to 0.000 more)"])
     assert a[0] == "a, the last 8,192 tokens alone"
+
+
+@pytest.mark.parametrize(
+    ("nats", "said"),
+    [
+        ([-0.6, -0.7, -0.5], "0.600 fewer (0.904 to 0.296 fewer)"),
+        ([0.6, 0.7, 0.5], "0.600 more (0.296 to 0.904 more)"),
+        ([0.0, 0.1, -0.4], "0.100 fewer, no difference shown (0.905 fewer to 0.705 more)"),
+    ],
+)
+def test_differences_of_nats_are_more_or_fewer(nats, said):
+    mine = [DocumentScore(str(i), each, 1) for i, each in enumerate(nats)]
+    theirs = [DocumentScore(str(i), 0.0, 1) for i in range(len(nats))]
+    assert text([paired_difference(mine, theirs, ratios=False)]) == [said]
+
+
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        ([1, 1], "One document, which has no interval."),
+        ([12, 12], "Small: 95% intervals over documents (12)."),
+        ([3, 12], "Small: 95% intervals over documents (3 to 12, fewer than 10: rough)."),
+        ([1, 12], "Small: 95% intervals over documents (12); figures of one document have none."),
+    ],
+)
+def test_the_note_says_which_figures_have_intervals(counts, said):
+    """A page of eight documents said "One document" since one of its lines had but one."""
+    needle = {"distance": 9, "nats": 0.7, "found": True}
+    about = {"task": "needles", "model": "a", "digits": 7, "text": "x", "nats": 0.1}
+    cells = [
+        about
+        | {"length": length, "found": count, "needles": count}
+        | {"documents": [{"id": i, "needles": [needle]} for i in range(count)]}
+        for length, count in zip((64, 128), counts, strict=True)
+    ]
+    nats, _ = shown(*cells).values()
+    assert nats.note.startswith(said)
+
+
+def test_needles_have_no_nats_below_zero():
+    """Student's interval of few documents reaches there."""
+    needles = {"distance": 9, "nats": 0.7, "found": True}
+    about = {"task": "needles", "model": "a", "length": 64, "digits": 7, "text": "x"}
+    cell = {"nats": 0.1, "ci95": [-0.5, 0.7], "found": 2, "needles": 2}
+    documents = [{"id": i, "needles": [needles]} for i in range(2)]
+    nats, _ = shown(about | cell | {"documents": documents}).values()
+    assert text(nats.rows[0]) == ["a", "0.10 (90%) (0.00 to 0.70)"]
+
+
+def test_only_columns_of_words_begin_on_the_left(undrawn):
+    """A column of figures did that began with "the same" or NaN, and one of words that began empty
+    had its head on the right."""
+    words = Section("T", header=["a", "b"], rows=[["x", "yes"], ["y", ""]], has_words=True)
+    for section, classes in ((words, 3), (replace(words, has_words=False), 0)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(page, "page_sections", lambda *_, one=section: [one])
+            assert build_report([{"results": PROMPTS}]).count(" class=words") == classes
 
 
 def test_all_tables_of_the_paper_are_shown_beside_others_if_asked_for(undrawn):
@@ -265,9 +327,10 @@ def test_the_terminal_has_the_tables_of_the_figures_alone():
 
 
 @pytest.mark.parametrize(
-    ("length", "multiple"), [(128, "0.016 ×"), (12_288, "1.5 ×"), (8192 * 2048, "2,048 ×")]
+    ("length", "multiple"), [(128, "0.016 L"), (12_288, "1.5 L"), (8192 * 2048, "2,048 L")]
 )
 def test_lengths_are_multiples_of_the_training_length(length, multiple):
     cells = [passkey("a", length, 2, trained=8192)]
     section = shown(*cells)["Passkeys found, by prompt length"]
     assert text(section.header)[1] == f"{length:,} ({multiple})"
+    assert section.note.endswith("L: the training context, 8,192 tokens.")
