@@ -3,10 +3,12 @@
 import copy
 import json
 import math
+import operator
 import re
 import runpy
 import shutil
 from collections import defaultdict
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from coca_lab.report import printed_tables, read_results
 from coca_lab.report.result_files import parsed
 from coca_lab.settings.commands import CheckSettings
 from coca_lab.settings.studies import MethodSettings
+from coca_lab.studies import load_study
 from studies import native, pages
 from studies.pages import BEGIN, END, write_tables
 
@@ -483,6 +486,51 @@ def test_the_table_of_fresh_books_is_of_its_results():
     said = " ".join(page.split())
     assert f"is {shown['shifted']} with shifted distances, {mean} % above" in said
     assert f"alone, {shown['attend-last']} ({low} to {high};" in said
+
+
+@pytest.mark.parametrize(
+    ("study", "file"),
+    [
+        ("extend-fresh", "extend/fresh/needles.json"),
+        ("extend-fresh-texts", "extend/fresh/texts.json"),
+        ("extend-twice", "extend/twice/needles.json"),
+        ("extend-twice", "extend/twice/texts.json"),
+    ],
+)
+def test_the_studies_of_results_have_the_settings_of_their_files(study, file):
+    """But for the name of the file of books, which was not the same for all."""
+    settings = asdict(load_study(ROOT / "studies" / f"{study}.yaml"))
+    recorded = read_json(ROOT / "results" / file)["study"]
+    assert settings["models"] == recorded["models"]
+    by_name = operator.itemgetter("method")
+    assert sorted(settings["methods"], key=by_name) == sorted(recorded["methods"], key=by_name)
+    (task,) = recorded["tasks"]
+    read = settings["tasks"][task] | {"source": ""}
+    assert json.loads(json.dumps(read)) == recorded["tasks"][task] | {"source": ""}
+
+
+def test_the_studies_of_shifted_distances_have_the_settings_of_their_cells():
+    """Which stand in results.json of the check, without the settings of a study."""
+    read = defaultdict(set)
+    for name in ("extend-shifted", "extend-shifted-short"):
+        study = load_study(ROOT / "studies" / f"{name}.yaml")
+        (method,) = study.methods
+        assert (method.method, method.factor) == ("shifted", 1.5)
+        for task, settings in study.tasks.items():
+            if task == "needles":
+                places = [(length, settings.near, settings.count) for length in settings.lengths]
+            else:
+                places = [(window, settings.stride or window) for window in settings.windows]
+            read[task].update(places)
+    cells = defaultdict(set)
+    for cell in read_json(ROOT / "results/extend/results.json")["results"]:
+        if cell["scaling"] == "shifted":
+            assert cell["factor"] == 1.5
+            if cell["task"] == "needles":
+                cells["needles"].add((cell["length"], cell["near"], cell["count"]))
+            else:
+                cells["perplexity"].add((cell["window"], cell["stride"]))
+    assert read == cells
 
 
 def test_the_table_of_ruler_by_four_prompts_is_of_its_results():
