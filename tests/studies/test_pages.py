@@ -100,8 +100,8 @@ def test_the_tables_of_the_check_of_three_books_are_of_its_values():
             needles[ALONE] = cell["documents"]
     names = {
         "as it is": "none", "YaRN": "yarn", "dynamic NTK": "dynamic", "NTK": "ntk",
-        "limited distances": "limited", "leaky distances": "leaky", "shifted distances": "shifted",
-        "the last 8,192 alone": ALONE,
+        "limited distances": "limited", "leaky distances": "leaky",
+        "STRING without its factor": "shifted", "the last 8,192 alone": ALONE,
     }  # fmt: skip
     page = (folder / "README.md").read_text(encoding="utf-8")
     for name, method in names.items():
@@ -175,7 +175,7 @@ def test_what_pages_say_of_needles_in_eight_books_is_in_their_file():
     names = {
         "as it is": "none", "YaRN": "yarn", "dynamic NTK": "dynamic",
         "limited distances": "limited", "leaky distances": "leaky",
-        "the same in all texts": "shifted",
+        "STRING without its factor": "shifted",
         "Self-Extend, window L / 2": "self_extend",
     }  # fmt: skip
     for name, method in names.items():
@@ -188,7 +188,11 @@ def test_what_pages_say_of_needles_in_eight_books_is_in_their_file():
     within = {cell["scaling"]: cell for cell in cells if cell["length"] == 8192}
     page = " ".join((ROOT / "results/smollm2/README.md").read_text(encoding="utf-8").split())
     base = scores_of(within["none"]["documents"])
-    for name, called in (("shifted", "Shifted distances"), ("yarn", "YaRN"), ("leaky", "Leaky")):
+    for name, called in (
+        ("shifted", "STRING without its factor"),
+        ("yarn", "YaRN"),
+        ("leaky", "Leaky"),
+    ):
         pairs = differences(scores_of(within[name]["documents"]), base)
         low, high = nats_interval(pairs)
         said = f"{called} {mean_nats(pairs):+.2f} ({low:+.2f} to {high:+.2f})"
@@ -375,7 +379,7 @@ def test_what_the_page_says_of_twice_the_training_length_is_of_its_results():
     page = (folder / "README.md").read_text(encoding="utf-8")
     rows = {
         "as it is": "none", "limited distances": "limited", "YaRN": "yarn", "NTK": "ntk",
-        "leaky distances": "leaky", "shifted distances in all texts, T = 1.5 L": "shifted",
+        "leaky distances": "leaky", "STRING without its factor, T = 1.5 L": "shifted",
     }  # fmt: skip
     for name, method in rows.items():
         read = [f"{math.exp(sum(nats[method, n]) / 3):.2f}" for n in (128, 256, 384, 512)]
@@ -431,7 +435,7 @@ def test_what_the_page_of_smollm2_says_of_perplexity_is_in_its_table():
     table = page.partition("<!-- texts -->")[2].partition("<!-- end of texts -->")[0]
     for method, window, sentence in (
         ("yarn", 0, "YaRN loses {0} % against the model as it is ({1} to {2})"),
-        ("shifted", 0, "shifted distances {0} % ({1} to {2})"),
+        ("STRING without its factor", 0, "STRING without its factor {0} % ({1} to {2})"),
         ("leaky", 0, "Leaky ReRoPE and Self-Extend are {0} % lower ({2} to {1})"),
         ("limited", 1, "limited distances are {0} % higher ({1} to {2})"),
     ):
@@ -541,15 +545,18 @@ def test_the_table_of_ruler_by_four_prompts_is_of_its_results():
     for cell in read_json(folder / "ruler/results.json")["results"]:
         scores[cell["scaling"]].append([sample["score"] for sample in cell["samples"]])
     draws = {}
+    names = {"shifted": "shifted distances", "self_extend": "Self-Extend", "yarn": "YaRN"}
     for method, tasks in scores.items():
         draws[method] = [100 * sum(draw) / 7 for draw in zip(*tasks, strict=True)]
         low, high = mean_interval(draws[method])
         mean = f"{sum(draws[method]) / 4:.0f} ({low:.0f} to {high:.0f})"
         each = [f"{100 * sum(task) / 4:.0f}" for task in tasks]
-        assert cells_of_row(section, method) == [*each, mean]
+        assert cells_of_row(section, names[method]) == [*each, mean]
     said = " ".join(section.split())
-    for method, name in (("self_extend", "Self-Extend"), ("yarn", "YaRN")):
+    for method in ("self_extend", "yarn"):
         more = [a - b for a, b in zip(draws["shifted"], draws[method], strict=True)]
         low, high = mean_interval(more)
         interval = f"({low:+.0f} to {high:+.0f})".replace("-", "−")
-        assert re.search(rf"{sum(more) / 4:.0f} (points )?above {name} {re.escape(interval)}", said)
+        assert re.search(
+            rf"{sum(more) / 4:.0f} (points )?above {names[method]} {re.escape(interval)}", said
+        )
