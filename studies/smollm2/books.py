@@ -1,4 +1,4 @@
-"""The texts of the studies smollm2, smollm2-16k and qwen: the first long books of a file.
+"""The texts of the studies of SmolLM2 (smollm2, extend-…) and Qwen: the first long books of a file.
 
     python -m studies.smollm2.books BOOKS.jsonl.xz smollm2 books.jsonl
 

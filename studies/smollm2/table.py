@@ -18,6 +18,8 @@ from studies.pages import markdown, mean_and_interval, write_tables
 
 RESULTS = Path("results/smollm2")
 REFERENCE = "rerope"
+STRING = {"shifted": "STRING without its factor"}
+"""What the files call `shifted`, which is another method today."""
 ORDER = [
     "base", "dynamic", "yarn", "self-extend-4096", "self-extend-1024", "leaky", "rerope", "limited",
     "rerope-4096", "rerope-2048", "drope",
@@ -79,7 +81,7 @@ def needles(file: Path) -> Iterator[list[str]]:
     ]  # fmt: skip
     best = scores_of(cells[0]["documents"], cells[0]["near"], beyond=True)
     for cell in cells:
-        row = [cell["scaling"]]
+        row = [STRING.get(cell["scaling"], cell["scaling"])]
         for figures in cell["ranges"].values():
             low, high = figures["ci95"]
             row.append(f"{figures['nats']:.2f} ({low:.2f} to {high:.2f})")
@@ -109,7 +111,7 @@ def texts(file: Path) -> Iterator[list[str]]:
         f"{lengths[-1]:,} tokens, beside the last {lengths[-2]:,} alone",
     ]  # fmt: skip
     for method in dict.fromkeys(cell["scaling"] for cell in cells):
-        row = [method]
+        row = [STRING.get(method, method)]
         for length in lengths:
             control = ("none", length) if length < lengths[-1] else ("attend-last", lengths[-2])
             scores = read.get((method, length))

@@ -3,10 +3,12 @@
 import copy
 import json
 import math
+import operator
 import re
 import runpy
 import shutil
 from collections import defaultdict
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from coca_lab.report import printed_tables, read_results
 from coca_lab.report.result_files import parsed
 from coca_lab.settings.commands import CheckSettings
 from coca_lab.settings.studies import MethodSettings
+from coca_lab.studies import load_study
 from studies import native, pages
 from studies.pages import BEGIN, END, write_tables
 
@@ -97,8 +100,8 @@ def test_the_tables_of_the_check_of_three_books_are_of_its_values():
             needles[ALONE] = cell["documents"]
     names = {
         "as it is": "none", "YaRN": "yarn", "dynamic NTK": "dynamic", "NTK": "ntk",
-        "limited distances": "limited", "leaky distances": "leaky", "shifted distances": "shifted",
-        "the last 8,192 alone": ALONE,
+        "limited distances": "limited", "leaky distances": "leaky",
+        "STRING without its factor": "shifted", "the last 8,192 alone": ALONE,
     }  # fmt: skip
     page = (folder / "README.md").read_text(encoding="utf-8")
     for name, method in names.items():
@@ -172,7 +175,7 @@ def test_what_pages_say_of_needles_in_eight_books_is_in_their_file():
     names = {
         "as it is": "none", "YaRN": "yarn", "dynamic NTK": "dynamic",
         "limited distances": "limited", "leaky distances": "leaky",
-        "the same in all texts": "shifted",
+        "STRING without its factor": "shifted",
         "Self-Extend, window L / 2": "self_extend",
     }  # fmt: skip
     for name, method in names.items():
@@ -185,7 +188,11 @@ def test_what_pages_say_of_needles_in_eight_books_is_in_their_file():
     within = {cell["scaling"]: cell for cell in cells if cell["length"] == 8192}
     page = " ".join((ROOT / "results/smollm2/README.md").read_text(encoding="utf-8").split())
     base = scores_of(within["none"]["documents"])
-    for name, called in (("shifted", "Shifted distances"), ("yarn", "YaRN"), ("leaky", "Leaky")):
+    for name, called in (
+        ("shifted", "STRING without its factor"),
+        ("yarn", "YaRN"),
+        ("leaky", "Leaky"),
+    ):
         pairs = differences(scores_of(within[name]["documents"]), base)
         low, high = nats_interval(pairs)
         said = f"{called} {mean_nats(pairs):+.2f} ({low:+.2f} to {high:+.2f})"
@@ -372,7 +379,7 @@ def test_what_the_page_says_of_twice_the_training_length_is_of_its_results():
     page = (folder / "README.md").read_text(encoding="utf-8")
     rows = {
         "as it is": "none", "limited distances": "limited", "YaRN": "yarn", "NTK": "ntk",
-        "leaky distances": "leaky", "shifted distances in all texts, T = 1.5 L": "shifted",
+        "leaky distances": "leaky", "STRING without its factor, T = 1.5 L": "shifted",
     }  # fmt: skip
     for name, method in rows.items():
         read = [f"{math.exp(sum(nats[method, n]) / 3):.2f}" for n in (128, 256, 384, 512)]
@@ -428,7 +435,7 @@ def test_what_the_page_of_smollm2_says_of_perplexity_is_in_its_table():
     table = page.partition("<!-- texts -->")[2].partition("<!-- end of texts -->")[0]
     for method, window, sentence in (
         ("yarn", 0, "YaRN loses {0} % against the model as it is ({1} to {2})"),
-        ("shifted", 0, "shifted distances {0} % ({1} to {2})"),
+        ("STRING without its factor", 0, "STRING without its factor {0} % ({1} to {2})"),
         ("leaky", 0, "Leaky ReRoPE and Self-Extend are {0} % lower ({2} to {1})"),
         ("limited", 1, "limited distances are {0} % higher ({1} to {2})"),
     ):
@@ -485,6 +492,51 @@ def test_the_table_of_fresh_books_is_of_its_results():
     assert f"alone, {shown['attend-last']} ({low} to {high};" in said
 
 
+@pytest.mark.parametrize(
+    ("study", "file"),
+    [
+        ("extend-fresh", "extend/fresh/needles.json"),
+        ("extend-fresh-texts", "extend/fresh/texts.json"),
+        ("extend-twice", "extend/twice/needles.json"),
+        ("extend-twice", "extend/twice/texts.json"),
+    ],
+)
+def test_the_studies_of_results_have_the_settings_of_their_files(study, file):
+    """But for the name of the file of books, which was not the same for all."""
+    settings = asdict(load_study(ROOT / "studies" / f"{study}.yaml"))
+    recorded = read_json(ROOT / "results" / file)["study"]
+    assert settings["models"] == recorded["models"]
+    by_name = operator.itemgetter("method")
+    assert sorted(settings["methods"], key=by_name) == sorted(recorded["methods"], key=by_name)
+    (task,) = recorded["tasks"]
+    read = settings["tasks"][task] | {"source": ""}
+    assert json.loads(json.dumps(read)) == recorded["tasks"][task] | {"source": ""}
+
+
+def test_the_studies_of_shifted_distances_have_the_settings_of_their_cells():
+    """Which stand in results.json of the check, without the settings of a study."""
+    read = defaultdict(set)
+    for name in ("extend-shifted", "extend-shifted-short"):
+        study = load_study(ROOT / "studies" / f"{name}.yaml")
+        (method,) = study.methods
+        assert (method.method, method.factor) == ("shifted", 1.5)
+        for task, settings in study.tasks.items():
+            if task == "needles":
+                places = [(length, settings.near, settings.count) for length in settings.lengths]
+            else:
+                places = [(window, settings.stride or window) for window in settings.windows]
+            read[task].update(places)
+    cells = defaultdict(set)
+    for cell in read_json(ROOT / "results/extend/results.json")["results"]:
+        if cell["scaling"] == "shifted":
+            assert cell["factor"] == 1.5
+            if cell["task"] == "needles":
+                cells["needles"].add((cell["length"], cell["near"], cell["count"]))
+            else:
+                cells["perplexity"].add((cell["window"], cell["stride"]))
+    assert read == cells
+
+
 def test_the_table_of_ruler_by_four_prompts_is_of_its_results():
     folder = ROOT / "results/smollm2"
     page = (folder / "README.md").read_text(encoding="utf-8")
@@ -493,18 +545,21 @@ def test_the_table_of_ruler_by_four_prompts_is_of_its_results():
     for cell in read_json(folder / "ruler/results.json")["results"]:
         scores[cell["scaling"]].append([sample["score"] for sample in cell["samples"]])
     draws = {}
+    names = {"shifted": "shifted distances", "self_extend": "Self-Extend", "yarn": "YaRN"}
     for method, tasks in scores.items():
         draws[method] = [100 * sum(draw) / 7 for draw in zip(*tasks, strict=True)]
         low, high = mean_interval(draws[method])
         mean = f"{sum(draws[method]) / 4:.0f} ({low:.0f} to {high:.0f})"
         each = [f"{100 * sum(task) / 4:.0f}" for task in tasks]
-        assert cells_of_row(section, method) == [*each, mean]
+        assert cells_of_row(section, names[method]) == [*each, mean]
     said = " ".join(section.split())
-    for method, name in (("self_extend", "Self-Extend"), ("yarn", "YaRN")):
+    for method in ("self_extend", "yarn"):
         more = [a - b for a, b in zip(draws["shifted"], draws[method], strict=True)]
         low, high = mean_interval(more)
         interval = f"({low:+.0f} to {high:+.0f})".replace("-", "−")
-        assert re.search(rf"{sum(more) / 4:.0f} (points )?above {name} {re.escape(interval)}", said)
+        assert re.search(
+            rf"{sum(more) / 4:.0f} (points )?above {names[method]} {re.escape(interval)}", said
+        )
 
 
 def test_the_doubled_passkeys_are_those_of_their_file():
