@@ -400,13 +400,8 @@ def extend_context(
     check_is_loaded(model)
     if method is None:
         length, to = extended_lengths(model.config, to, length)
-        refused = []
-        for name in DEFAULTS:
-            try:
-                return extend_context(model, name, to=to, length=length, **options)
-            except UserError as error:
-                refused.append(f"{name}: {error}")
-        raise UserError(f"no default method is for this model; {'; '.join(refused)}")
+        extend_by_default(model, to=to, length=length, **options)
+        return model
     saved = [each.name for each in METHODS.values() if each.folder]
     row = method_named(method, saved)
     if not row.folder:
@@ -430,6 +425,22 @@ def extend_context(
         restore()
         raise
     return model
+
+
+def extend_by_default(
+    model: PreTrainedModel, *, to: int, length: int, **options: Any
+) -> dict[MethodName, UserError]:
+    """Extend by the first of `DEFAULTS` that the model takes: why those before it are refused."""
+    refused = dict[MethodName, UserError]()
+    for name in DEFAULTS:
+        try:
+            extend_context(model, name, to=to, length=length, **options)
+        except UserError as error:
+            refused[name] = error
+        else:
+            return refused
+    reasons = "; ".join(f"{name}: {error}" for name, error in refused.items())
+    raise UserError(f"no default method is for this model; {reasons}")
 
 
 @contextmanager

@@ -10,13 +10,18 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from coca_attention.errors import UserError
 from coca_attention.method_names import MethodName
 from coca_attention.models.configuration import (
-    EXTENSION,
     made_for,
     rope_parameters,
     rotation,
 )
 from coca_attention.models.conversion import Conversion
-from coca_attention.models.methods import DEFAULTS, METHODS, extend_context, extended_lengths
+from coca_attention.models.methods import (
+    DEFAULTS,
+    METHODS,
+    extend_by_default,
+    extend_context,
+    extended_lengths,
+)
 from coca_lab.cells import CheckRecord
 from coca_lab.cli.console import ProgressBar, markdown_table, print_table
 from coca_lab.cli.generate import generate_words
@@ -98,13 +103,11 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
         method = wanted.method
         why = ""
         if method == "auto":
-            extended = extend_context(deepcopy(model), to=to, length=length)
-            method = getattr(extended.config.get_text_config(), EXTENSION)["method"]
+            refused = extend_by_default(deepcopy(model), to=to, length=length)
+            method = DEFAULTS[len(refused)]  # the first that is not refused
             why = "the default"
-            try:
-                extend_context(deepcopy(model), DEFAULTS[0], to=to, length=length)
-            except UserError as error:
-                why = f"because {str(error).partition(':')[0]}"
+            if refused:
+                why = f"because {str(refused[DEFAULTS[0]]).partition(':')[0]}"
         _print_training_length(config, wanted.length)
         _say_what_is_taken(method, why, length, to)
         chosen = MethodSettings(method, to / length, _options(wanted, method), wanted.length)
@@ -143,10 +146,9 @@ def _say_what_is_taken(method: MethodName, why: str, length: int, to: int) -> No
         if METHODS[method].within == "exact":
             if method == "limited":
                 print(f"It finds little farther back than {length:,} tokens")
-            print(
-                f"Texts of up to {length:,} tokens are computed as before; --method yarn changes "
-                f"them, and runs in {in_words(METHODS['yarn'].engines)}"
-            )
+            print(f"Texts of up to {length:,} tokens are computed as before")
+            engines = in_words(METHODS["yarn"].engines)
+            print(f"With --method yarn they are not; it runs in {engines}")
     farthest = MEASURED[METHODS[method].changes]
     if to > farthest * length:
         log.warning(
