@@ -222,18 +222,19 @@ def test_the_table_of_qwen_is_of_its_file():
         assert (f"{cell['length']:,}", method, row) in shown
 
 
-def test_the_perplexity_of_qwen_is_of_its_file():
-    (content,) = read_results([ROOT / "results/qwen/texts.json"])
+@pytest.mark.parametrize("file", ["texts.json", "without-factor/texts.json"])
+def test_the_perplexity_of_qwen_is_of_its_file(file):
     page = (ROOT / "results/qwen/README.md").read_text(encoding="utf-8")
-    read = {"none": {}, "string (near=10923)": {}}
-    for cell in content["results"]:
-        read[cell["scaling"]][cell["window"]] = cell
-    as_it_is, string = read.values()
-    assert list(as_it_is) == [4096, 16384, 32768]
-    for window, cell in as_it_is.items():
+    cells = read_json(ROOT / "results/qwen/texts.json")["results"]
+    as_it_is = {cell["window"]: cell for cell in cells if cell["scaling"] == "none"}
+    cells = read_json(ROOT / "results/qwen" / file)["results"]
+    string = {cell["window"]: cell for cell in cells if cell["scaling"] != "none"}
+    assert [*string] == ([4096, 16384, 32768] if file == "texts.json" else [16384, 32768])
+    for window, strings in string.items():
+        cell = as_it_is[window]
         documents = [
             [DocumentScore.of(each) for each in documents]
-            for documents in (string[window]["documents"], cell["documents"])
+            for documents in (strings["documents"], cell["documents"])
         ]
         pairs = differences(*documents)
         change = 100 * math.expm1(mean_nats(pairs))
@@ -241,7 +242,7 @@ def test_the_perplexity_of_qwen_is_of_its_file():
         interval = (
             f"{low:.1f} to {high:.1f}" if low > 0 else f"−{-low:.0f} to +{high:.0f}: not shown"
         )
-        values = f"{cell['perplexity']:.2f} | {string[window]['perplexity']:.2f}"
+        values = f"{cell['perplexity']:.2f} | {strings['perplexity']:.2f}"
         assert f"| {window:,} tokens | {values} | {change:.1f} % higher ({interval}) |" in page
 
 
@@ -499,6 +500,9 @@ def test_the_table_of_fresh_books_is_of_its_results():
         ("extend-fresh-texts", "extend/fresh/texts.json"),
         ("extend-twice", "extend/twice/needles.json"),
         ("extend-twice", "extend/twice/texts.json"),
+        ("qwen", "qwen/needles.json"),
+        ("qwen", "qwen/texts.json"),
+        ("qwen-without-factor", "qwen/without-factor/texts.json"),
     ],
 )
 def test_the_studies_of_results_have_the_settings_of_their_files(study, file):
