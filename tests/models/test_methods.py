@@ -469,7 +469,9 @@ def test_the_default_is_the_first_method_that_a_model_takes():
         written = {"method": method, "length": 64, "to": 96 if to is None else to}
         assert extended.config.context_extension == written
     model = AutoModelForCausalLM.from_config(GPT2Config(n_embd=16, n_head=2, n_layer=1))
-    with pytest.raises(UserError, match=r"no default method is for this model; shifted: .*; temp"):
+    with pytest.raises(
+        UserError, match=r"no default method is for this model; shifted and limited: .*; temp"
+    ):
         extend_context(model)
 
 

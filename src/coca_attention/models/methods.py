@@ -439,7 +439,10 @@ def extend_by_default(
             refused[name] = error
         else:
             return refused
-    reasons = "; ".join(f"{name}: {error}" for name, error in refused.items())
+    names = dict[str, list[str]]()
+    for name, error in refused.items():
+        names.setdefault(str(error), []).append(name)
+    reasons = "; ".join(f"{' and '.join(names[error])}: {error}" for error in names)
     raise UserError(f"no default method is for this model; {reasons}")
 
 
@@ -569,7 +572,7 @@ def _apply(
     rope = rope_parameters(config)
     if method.changes != "weights" and not getattr(config, "rope_parameters", None):
         raise UserError(
-            f"method {method.name} is for rotary positions, and this package finds none in a model "
+            f"the method is for rotary positions, and this package finds none in a model "
             f"of type {config.model_type!r}: choose a model with them, such as a Llama or a Qwen3"
         )
     asked = Asked(

@@ -18,6 +18,7 @@ from coca_attention.models.conversion import Conversion
 from coca_attention.models.methods import (
     DEFAULTS,
     METHODS,
+    REACH,
     extend_by_default,
     extend_context,
     extended_lengths,
@@ -108,6 +109,8 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
             why = "the default"
             if refused:
                 why = f"because {str(refused[DEFAULTS[0]]).partition(':')[0]}"
+                if not extend_by_default(deepcopy(model), to=int(REACH * length), length=length):
+                    why += " (a smaller --to takes them)"
         _print_training_length(config, wanted.length)
         _say_what_is_taken(method, why, length, to)
         chosen = MethodSettings(method, to / length, _options(wanted, method), wanted.length)
@@ -148,7 +151,7 @@ def _say_what_is_taken(method: MethodName, why: str, length: int, to: int) -> No
                 print(f"It finds little farther back than {length:,} tokens")
             print(f"Texts of up to {length:,} tokens are computed as before")
             engines = in_words(METHODS["yarn"].engines)
-            print(f"With --method yarn they are not; it runs in {engines}")
+            print(f"With --method yarn short texts change; it runs in {engines}")
     farthest = MEASURED[METHODS[method].changes]
     if to > farthest * length:
         log.warning(

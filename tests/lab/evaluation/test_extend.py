@@ -318,7 +318,7 @@ def test_what_a_method_does_to_short_texts_is_said(method, source, tmp_path, cap
     words = [source, tmp_path / "target", "--method", method]
     code, said, err = run(capsys, "extend", *words)
     assert code == 0
-    unchanged = "Texts of up to 160 tokens are computed as before\nWith --method yarn they are not;"
+    unchanged = "Texts of up to 160 tokens are computed as before\nWith --method yarn short"
     assert (unchanged in said) == ("Method: shifted, the default;" in said) == (method == "auto")
     engines = {
         "auto": "shifted, for texts of 240 tokens; runs in Transformers with this package",
@@ -340,7 +340,8 @@ def test_what_is_taken_unasked_and_what_nobody_measured_is_said(source, tmp_path
     for to, measured in ((2560, True), (2561, False)):
         target = tmp_path / str(to)
         _, said, err = run(capsys, "extend", source, target, "--to", to)
-        assert "Method: limited, because shifted distances read at most 310 tokens here; -" in said
+        why = "because shifted distances read at most 310 tokens here (a smaller --to takes them);"
+        assert f"Method: limited, {why} -" in said
         assert "It finds little farther back than 160 tokens\nTexts of up to 160 tokens are" in said
         assert (
             f"What it finds: coca eval needles {target} --max-documents 1 --lengths {to}\n" in said
