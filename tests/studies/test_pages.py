@@ -222,6 +222,23 @@ def test_the_table_of_qwen_is_of_its_file():
         assert (f"{cell['length']:,}", method, row) in shown
 
 
+def test_the_needles_of_qwen_without_the_factor_are_of_their_file():
+    page = (ROOT / "results/qwen/README.md").read_text(encoding="utf-8")
+    (cell,) = read_json(ROOT / "results/qwen/without-factor/needles.json")["results"]
+    cells = read_json(ROOT / "results/qwen/needles.json")["results"]
+    (with_factor,) = (
+        each for each in cells if each["scaling"] != "none" and each["length"] == cell["length"]
+    )
+    for beyond, part in ((False, cell["ranges"]["near"]), (True, cell["ranges"]["beyond"])):
+        assert f"{100 * math.exp(-part['nats']):.1f} %" in page.partition("**The needles")[2]
+        assert f"{part['found']} of {part['needles']}" in page.partition("**The needles")[2]
+        scores = [
+            scores_of(each["documents"], cell["near"], beyond) for each in (cell, with_factor)
+        ]
+        low, high = nats_interval(differences(*scores))
+        assert f"(−{-low:.2f} to +{high:.2f})" in page
+
+
 @pytest.mark.parametrize("file", ["texts.json", "without-factor/texts.json"])
 def test_the_perplexity_of_qwen_is_of_its_file(file):
     page = (ROOT / "results/qwen/README.md").read_text(encoding="utf-8")
@@ -503,6 +520,7 @@ def test_the_table_of_fresh_books_is_of_its_results():
         ("qwen", "qwen/needles.json"),
         ("qwen", "qwen/texts.json"),
         ("qwen-without-factor", "qwen/without-factor/texts.json"),
+        ("qwen-without-factor", "qwen/without-factor/needles.json"),
     ],
 )
 def test_the_studies_of_results_have_the_settings_of_their_files(study, file):
