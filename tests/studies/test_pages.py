@@ -239,6 +239,26 @@ def test_the_needles_of_qwen_without_the_factor_are_of_their_file():
         assert f"(−{-low:.2f} to +{high:.2f})" in page
 
 
+def test_the_fresh_books_of_qwen_are_those_of_their_file():
+    page = (ROOT / "results/qwen/README.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    cells = read_json(ROOT / "results/qwen/fresh/needles.json")["results"]
+    for name, cell in zip(("as it is", "with STRING"), cells, strict=True):
+        near = cell["ranges"]["near"]
+        beyond = cell["ranges"]["beyond"]
+        digits = [f"{100 * math.exp(-part['nats']):.1f} %" for part in (near, beyond)]
+        found = [f"{part['found']} of {part['needles']}" for part in (near, beyond)]
+        assert f"| {name} | {' | '.join([*digits, *found])} |" in page
+        assert f"{math.exp(-beyond['nats']):.0%}".replace("%", " %") in readme
+    as_it_is, string = cells
+    assert f"{string['ranges']['beyond']['found']} of {beyond['needles']}" in readme
+    for beyond in (False, True):
+        scores = [scores_of(cell["documents"], cell["near"], beyond) for cell in (as_it_is, string)]
+        low, high = nats_interval(differences(*scores))
+        least = f"−{-low:.2f} to +" if low < 0 else f"{low:.2f} to "
+        assert f"({least}{high:.2f})" in page
+
+
 @pytest.mark.parametrize("file", ["texts.json", "without-factor/texts.json"])
 def test_the_perplexity_of_qwen_is_of_its_file(file):
     page = (ROOT / "results/qwen/README.md").read_text(encoding="utf-8")
@@ -521,6 +541,7 @@ def test_the_table_of_fresh_books_is_of_its_results():
         ("qwen", "qwen/texts.json"),
         ("qwen-without-factor", "qwen/without-factor/texts.json"),
         ("qwen-without-factor", "qwen/without-factor/needles.json"),
+        ("qwen-fresh", "qwen/fresh/needles.json"),
     ],
 )
 def test_the_studies_of_results_have_the_settings_of_their_files(study, file):
