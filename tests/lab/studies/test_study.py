@@ -395,11 +395,14 @@ def test_the_quickstart_has_three_models_and_small_the_papers_others_too():
 
 
 def test_the_projects_studies_load_and_the_papers_models_differ_in_attention(tmp_path):
-    for study in map(load_study, shipped("study")):
+    added = {"extend-fresh-texts", "extend-shifted", "extend-shifted-short", "qwen-without-factor"}
+    for name in shipped("study"):
+        study = load_study(name)
         study.sizes = dict([*study.sizes.items()][:1])
         assert study.title and study.tasks
-        # Studies compare models, or methods of one.
-        assert len(study.trials(tmp_path)) * len(study.methods) >= 2
+        # Studies compare models, or methods of one; some add a method to another study's.
+        compared = len(study.trials(tmp_path)) * len(study.methods)
+        assert (compared == 1) == (name in added)
     roformer, *others = (trial.recipe for trial in load_study("paper-50m").trials(tmp_path))
     assert roformer.steps * 256 * 512 == pytest.approx(20 * 54_606_848, rel=1e-4)
     for other in others:
