@@ -572,7 +572,7 @@ def _apply(
     rope = rope_parameters(config)
     if method.changes != "weights" and not getattr(config, "rope_parameters", None):
         raise UserError(
-            f"the method is for rotary positions, and this package finds none in a model "
+            "the method is for rotary positions, and this package finds none in a model "
             f"of type {config.model_type!r}: choose a model with them, such as a Llama or a Qwen3"
         )
     asked = Asked(

@@ -8,9 +8,10 @@ from coca_lab.settings.commands import ReportSettings
 
 def report_command(paths: list[str], settings: ReportSettings) -> None:
     """Turn result files, or folders of runs and studies, into one self-contained page."""
-    replaced = ", in place of the page that was there" * Path(settings.output).exists()
+    is_there = Path(settings.output).exists()
     page = write_report(paths, **vars(settings))
     for content in read_results(paths):
         if check := content.get("check"):
             print(check["decision"])
+    replaced = ", in place of the page that was there" if is_there else ""
     print(f"Report: {page}{replaced}")

@@ -118,9 +118,13 @@ def specification(
         kind = "log"
         title = f"{chart.y}, log scale"
         axis = alt.Axis(values=ticks, format=",.4~r", labelOverlap=True)
-    across = alt.Axis(values=[*chart.ticks], format=",.9~r", grid=False)
-    across.labelOverlap = "parity"
-    across.labelSeparation = FONT / 2
+    across = alt.Axis(
+        values=[*chart.ticks],
+        format=",.9~r",
+        labelOverlap="parity",
+        labelSeparation=FONT / 2,
+        grid=False,
+    )
     colour = alt.Color("line:N", scale=by_line(look for look, _ in looks.values()), legend=None)
     dashes = by_line(look for _, look in looks.values())
     widths = by_line(2 if line in strong else 1 for line in looks)
