@@ -3,11 +3,12 @@
     PYTHONPATH=. python scripts/figures.py
 
 draws the first charts of studies' reports into their folders (results/NAME/chart.svg, in the
-colours of a light page), those of `README` also for light and dark pages that are wide or narrow
-(docs/images/{long-context,extend}-{light,dark}{,-narrow}.svg), and prints what they say for those
-who cannot see them.
+colours of a light page), README's also for light and dark pages that are wide or narrow
+(docs/images/extend-{light,dark}{,-narrow}.svg), and prints what they say for those who cannot see
+them.
 """
 
+import itertools
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +28,6 @@ from coca_lab.report.result_files import parsed, read_results
 from studies.pages import published
 
 ROOT = Path(__file__).parents[1]
-README = "long-context"
 LENGTHS, KEYS = PERPLEXITY.title, PASSKEYS.title
 PAGES: dict[str, tuple[dict[str, str], str]] = {
     "long-context": (
@@ -88,7 +88,7 @@ WITHOUT_RANGES = ("native",)
 UNLABELLED = {"native": (512,)}
 """By folder, lengths whose labels would touch the next one's."""
 WIDE, DIGITS_WIDE = 440, 620
-"""Pixels of a chart, of which there may be two side by side; README's are narrower on phones."""
+"""Pixels of a line chart, and of README's dots, which are narrower on phones."""
 HEADINGS = {"color": "var(--text)", "fontSize": 14, "fontWeight": "bold", "offset": 24} | {
     "subtitleColor": "var(--soft)", "subtitleFontSize": 12
 }  # fmt: skip
@@ -157,16 +157,16 @@ def place_of(cell: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(cell.get(name) for name in fields)
 
 
-def picture(parts: Sequence[Titled], width: int, *, above: bool) -> str:
-    """Charts as SVG, side by side or one above the other, with colours yet to be set."""
+def picture(parts: Sequence[Titled]) -> str:
+    """Charts as SVG, one above the other, with colours yet to be set."""
     palette: Palette = {}
     drawn: list[dict[str, Any]] = []
     data: dict[str, Any] = {}
     for words, chart in parts:
         title, _, said = words.partition("\n")
-        part = specification(chart, palette, width, height=220)
+        part = specification(chart, palette, WIDE, height=220)
         part["title"] = {
-            "text": textwrap.wrap(title, (width - 40) // 10, break_on_hyphens=False),
+            "text": textwrap.wrap(title, (WIDE - 40) // 10, break_on_hyphens=False),
             "anchor": "start",
             "frame": "group",  # above the axis, so that headings of charts begin at one place
         }
@@ -174,12 +174,12 @@ def picture(parts: Sequence[Titled], width: int, *, above: bool) -> str:
         if seeds.max() > 1:
             said += f" Lines are means of {ends(seeds)} seeds{', bands their range' * chart.bars}"
         if said:
-            part["title"]["subtitle"] = textwrap.wrap(said.strip(), (width - 40) // 7)
+            part["title"]["subtitle"] = textwrap.wrap(said.strip(), (WIDE - 40) // 7)
         data |= part.pop("datasets")
         config, _ = part.pop("config"), part.pop("padding")
         drawn.append(part)
     config["title"] = HEADINGS
-    whole = {"vconcat" if above else "hconcat": drawn, "spacing": 40, "datasets": data}
+    whole = {"vconcat": drawn, "spacing": 40, "datasets": data}
     whole["resolve"] = {"scale": {"color": "independent", "strokeDash": "independent"}}
     whole |= {"config": config, "padding": PADDING}
     whole["background"] = "var(--page)"
@@ -223,27 +223,15 @@ def main() -> None:
     for name, (said, lines) in PAGES.items():
         folder = ROOT / "results" / name
         parts = report_charts(folder, said, lines)
-        svg = picture(parts, WIDE, above=True)
+        svg = picture(parts)
         (folder / "chart.svg").write_text(of_theme(svg, "light"), encoding="utf-8")
         print(name, *(f"{title} {chart.words()}" for title, chart in parts), sep="\n  ")
-        if name != README:
-            continue
-        for narrow in (False, True):
-            svg = picture(parts, NARROW + 20 if narrow else WIDE, above=narrow)
-            write_themes(f"long-context-{{}}{'-narrow' * narrow}.svg", svg)
-    for narrow in (False, True):
+    for narrow, theme in itertools.product((False, True), INKS):
         svg = picture_of_digits(NARROW + 20 if narrow else DIGITS_WIDE)
-        write_themes(f"extend-{{}}{'-narrow' * narrow}.svg", svg)
-        if not narrow:
-            path = ROOT / "results/extend/chart.svg"
-            path.write_text(of_theme(svg, "light"), encoding="utf-8")
-
-
-def write_themes(name: str, svg: str) -> None:
-    """Write a picture for light and dark pages, whose names stand for {}."""
-    for theme in INKS:
-        path = ROOT / "docs/images" / name.format(theme)
+        path = ROOT / "docs/images" / f"extend-{theme}{'-narrow' * narrow}.svg"
         path.write_text(of_theme(svg, theme), encoding="utf-8")
+    wide = of_theme(picture_of_digits(DIGITS_WIDE), "light")
+    (ROOT / "results/extend/chart.svg").write_text(wide, encoding="utf-8")
 
 
 if __name__ == "__main__":

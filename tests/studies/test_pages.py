@@ -134,6 +134,7 @@ def test_the_tables_of_the_check_of_eight_books_are_of_its_values():
     compared_page = (ROOT / "docs/compared.md").read_text(encoding="utf-8")
     page = (folder / "README.md").read_text(encoding="utf-8")
     assert f"“{decision}”" in page
+    assert f"# {decision.partition('. ')[0]}.\n" in readme
     names = {
         "as it is": "as it is", "the last 8,192 tokens alone": ALONE, "NTK": "ntk", "YaRN": "yarn",
         "limited distances": "limited", "leaky distances": "leaky",
@@ -146,9 +147,10 @@ def test_the_tables_of_the_check_of_eight_books_are_of_its_values():
         assert counts == [55, 25]
         assert [read.back.value, read.far.value] == pytest.approx([math.exp(-n) for n in nats])
         probable = [f"{share.value:.0%}".replace("%", " %") for share in (read.back, read.far)]
-        assert cells_of_row(readme, name)[1:4] == [*probable, found_in[1]]
+        perplexity = f"{read.perplexity:.2f}"
+        assert cells_of_row(readme, name)[1:5] == [perplexity, *probable, found_in[1]]
         shown = [f"{value:.2f}" for value in nats]
-        assert cells_of_row(page, name)[1:] == [f"{read.perplexity:.2f}", *shown, *found_in]
+        assert cells_of_row(page, name)[1:] == [perplexity, *shown, *found_in]
         called = name.replace(" tokens", "")
         assert cells_of_row(compared_page, called, after="found, farther back |")[:3] == [
             shown[1],

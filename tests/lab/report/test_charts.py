@@ -204,7 +204,7 @@ def test_lines_of_a_chart_are_told_apart_by_their_colours_and_by_their_dots():
 
 
 def test_lines_that_matter_less_are_grey_thin_and_without_intervals():
-    """In README's picture eight colours could not be told apart."""
+    """In a picture of eight lines colours could not be told apart."""
     lines = [points(name, [1, 2], low=0.5, high=3.0) for name in ("RoPE", "NTK", "YaRN")]
     made = specification(chart(*lines, strong=["RoPE"]), {})
     area, line, dots, *_ = made["layer"]
@@ -219,7 +219,7 @@ def test_lines_that_matter_less_are_grey_thin_and_without_intervals():
 
 
 def test_labels_of_lengths_do_not_touch():
-    """In README's picture 2,048 and 4,096 were one number."""
+    """In a picture 2,048 and 4,096 were one number."""
     lines = points("RoPE, the last 256 alone", [1] * 5).assign(x=[256, 512, 1024, 2048, 4096])
     made = specification(chart(lines, ticks=lines["x"].tolist()), {}, 440)
     texts = re.findall(r"<text[^>]*>[\d,]+</text>", vl_convert.vegalite_to_svg(made))
@@ -326,9 +326,9 @@ def test_the_words_of_a_committed_picture_are_those_of_its_figures(figures, name
         assert all(name in who for name in {*far.index} - {*others.index})
 
 
-def test_the_headings_of_the_readmes_picture_are_what_its_lines_show(figures):
+def test_the_headings_of_a_picture_are_what_its_lines_show(figures):
     """None is below RoPE with the last 256 tokens; of passkeys none but roles find half."""
-    drawn = figures.report_charts(RESULTS / figures.README, *figures.PAGES[figures.README])
+    drawn = figures.report_charts(RESULTS / "long-context", *figures.PAGES["long-context"])
     perplexity, passkeys = (
         chart.points[chart.points["x"] == 4096].set_index("line")["y"] for _, chart in drawn
     )
@@ -354,24 +354,6 @@ def comparable(svg):
     """A picture without counted names and the digits that versions of numpy round differently."""
     rounded = re.sub(r"\d+\.\d{3,}", lambda found: f"{float(found[0]):.2f}", svg)
     return re.sub(r"clip\d+|gradient_\d+", "", rounded)
-
-
-def test_the_readmes_picture_is_that_of_its_page(figures):
-    """In literal colours, for light and dark pages, wide and narrow; with its alternative text."""
-    folder = RESULTS / figures.README
-    images = RESULTS.parent / "docs" / "images"
-    drawn = figures.report_charts(folder, *figures.PAGES[folder.name])
-    for narrow, theme in itertools.product((False, True), figures.INKS):
-        width = figures.NARROW + 20 if narrow else figures.WIDE
-        svg = figures.picture(drawn, width, above=narrow)
-        path = images / f"long-context-{theme}{'-narrow' * narrow}.svg"
-        assert comparable(path.read_text("utf-8")) == comparable(figures.of_theme(svg, theme))
-    readme = (RESULTS.parent / "README.md").read_text("utf-8")
-    (told,) = re.findall(r'alt="(Two charts[^"]*)"', readme)
-    for _, chart in drawn:
-        for _, line in chart.points.groupby("line"):
-            for y in line.sort_values("x")["y"].iloc[[0, -1]]:
-                assert (f"{y:.0%}" if chart.shares else f"{y:.0f}") in told.replace(" %", "%")
 
 
 def test_the_chart_of_smollm2_says_which_methods_are_level_and_where_lines_end(figures):
@@ -408,7 +390,7 @@ def test_the_picture_of_the_readmes_table_has_its_figures(figures):
             shown.setdefault(name, []).append(f"{row.y:.0%}".replace("%", " %"))
             loses = drawn.notes.get(row.line) == "loses within L"
             assert loses == ("of perplexity" in rows[name][0])
-    assert shown == {name: said[1:3] for name, said in rows.items()}
+    assert shown == {name: said[2:4] for name, said in rows.items()}
     for narrow, theme in itertools.product((False, True), figures.INKS):
         svg = figures.picture_of_digits(figures.NARROW + 20 if narrow else figures.DIGITS_WIDE)
         path = root / "docs" / "images" / f"extend-{theme}{'-narrow' * narrow}.svg"
