@@ -147,7 +147,7 @@ class Job:
         self.done += item.cost
 
     def tell(self, label: str = "") -> None:
-        """Say how far it is, and what has just ended."""
+        """Say how far it is, and what is read now."""
         # Not that of the items, some of which cost a hundred times as much as others.
         share = self.done / max(self.total, 1)
         line = f"{share:.0%} of {self.total:,} tokens"
@@ -218,9 +218,12 @@ class Engine:
                     if not attempt.item.keys:  # computed since for another job
                         queue.extendleft(reversed(self._end(attempt, None)))
                         continue
+                    label = attempt.item.label
+                    # Before, because a long text may take many minutes.
+                    attempt.job.tell(f"now {label}" if label else "")
                     try:
                         future = self.executor.submit(
-                            attempt.item.work, attempt.item.arguments, label=attempt.item.label
+                            attempt.item.work, attempt.item.arguments, label=label
                         )
                     except Exception as error:  # it cannot be pickled, or no process could start
                         future = Future[Outcome]()
@@ -251,8 +254,8 @@ class Engine:
                     attempts.append(_Attempt(job, item))
                 else:
                     job.end(item)
-            if job.items:
-                job.tell("from an earlier run" if job.done else "")
+            if job.done:
+                job.tell("from an earlier run")
             if job.has_ended:
                 attempts += self._begin(job.then(None))
         return attempts
@@ -278,7 +281,7 @@ class Engine:
         job = attempt.job
         job.end(attempt.item)
         if error is None:
-            job.tell(attempt.item.label)
+            job.tell()
         else:
             job.failed.append((attempt.item, error))
         return self._begin(job.then(job.error)) if job.has_ended else []

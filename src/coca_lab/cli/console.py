@@ -2,6 +2,7 @@
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -32,9 +33,10 @@ class ProgressBar:
             speed_estimate_period=math.inf,
         )
         self.task = self.bar.add_task("")
-        self.said = -MINUTE
         self.label = ""
         self.began: tuple[float, int] | None = None
+        self.ends = 0.0
+        self.has_ended = threading.Event()
         return self.advance
 
     def advance(self, label: str, done: int, total: int) -> None:
@@ -46,18 +48,32 @@ class ProgressBar:
                 self.bar.stop()
             return
         now = time.monotonic()
+        is_first = self.began is None
         if self.began is None:
             self.began = (now, done)
         began, before = self.began
         # The bar's own estimate begins with the second item, and the first may take minutes.
-        left = round((now - began) / (done - before) * (total - done)) if done > before else 0
-        if now - self.said >= MINUTE or (done >= total and label != self.label):
-            self.said = now
-            self.label = label
-            more = f", {timedelta(seconds=left)} left" if left else ""
-            log.info("%s%s", label, more)
+        if done > before:
+            self.ends = now + (now - began) / (done - before) * (total - done)
+        is_last = done >= total and label != self.label
+        self.label = label
+        if is_first or is_last:
+            self._say()
+        if is_first:
+            threading.Thread(target=self._say_every_minute, daemon=True).start()
+
+    def _say_every_minute(self) -> None:
+        """Also while one item takes many."""
+        while not self.has_ended.wait(MINUTE):
+            self._say()
+
+    def _say(self) -> None:
+        left = round(self.ends - time.monotonic())
+        more = f", {timedelta(seconds=left)} left" if left > 0 else ""
+        log.info("%s%s", self.label, more)
 
     def __exit__(self, *_: object) -> None:
+        self.has_ended.set()
         self.bar.live.stop()  # the bar's own method prints an empty line into files
 
 

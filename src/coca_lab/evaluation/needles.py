@@ -91,7 +91,6 @@ def _measure_cell(
     ends is compared with one of all of them.
     """
     near = settings.near or model.facts["training_length"]
-    label = " ".join((model.name, *method.words, f"needles {length:,}"))
 
     def read(named: list[str]) -> list[list[Cell]]:
         if model.endpoint is not None:
@@ -109,6 +108,8 @@ def _measure_cell(
         named = names[start : start + size]
         keys = [[scaled, length, _hash([texts[name]])] for name in named]
         cost = sum(len(texts[name].ids) for name in named)
+        number = f"document {start + 1:,} of {len(names):,}"
+        label = " ".join((model.name, *method.words, f"needles {length:,}, {number}"))
         items.append(Item(keys, read, named, cost, label=label))
 
     def cells(readings: list[list[Cell]]) -> list[Cell]:

@@ -197,11 +197,12 @@ def _measure_cell(model: Model, reading: WindowReading) -> Measurement:
     lengths = [len(document.tokens) for document in reading.documents]
     windows = windows_of(lengths, reading.window, reading.stride, reading.first)
     costs = [window.inputs for _, window in windows]
-    label = " ".join((model.name, *reading.method.words, f"perplexity {reading.window:,}"))
-    items = [
-        Item([[key, start, stop]], work, [(start, stop)], sum(costs[start:stop]), label)
-        for start, stop in cut(costs)
-    ]
+    about = " ".join((model.name, *reading.method.words, f"perplexity {reading.window:,}"))
+    items = []
+    for start, stop in cut(costs):
+        label = f"{about}, windows {start + 1:,} to {stop:,} of {len(windows):,}"
+        cost = sum(costs[start:stop])
+        items.append(Item([[key, start, stop]], work, [(start, stop)], cost, label))
     return Measurement(items, cells)
 
 
