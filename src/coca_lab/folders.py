@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -294,12 +295,15 @@ def write_card(
     methods = [origin for name, origin in ORIGINS.items() if name in used]
     if extended and extended["method"] in METHODS:
         methods.append(METHODS[extended["method"]].source)
+    made_of = ""
+    if source is not None:  # a path of this machine tells others nothing, a name on the Hub all
+        made_of = str(source) if _is_of_hub(source) else Path(source).name
     ModelCard.from_template(
         data,
         template_path=str(Path(__file__).with_name("card.md.j2")),
         name=name or folder.resolve().name,
         model_type=config.model_type,
-        source=Path(source).name if source is not None else "",
+        source=made_of,
         facts={**facts(config), "methods": ", ".join(methods)},
         ours=ours,
         auto=f"AutoModelFor{head}" if head in PIPELINES else "AutoModel",
@@ -309,6 +313,16 @@ def write_card(
         sections=sections or {},
         licenses=licenses,
     ).save(folder / CARD)
+
+
+def made_from(source: str | Path) -> str | None:
+    """The model that the card of `write_card` says this one was made from."""
+    theirs = _folder(source)
+    if theirs is None or not (theirs / CARD).is_file():
+        return None
+    text = (theirs / CARD).read_text(encoding="utf-8", errors="replace")
+    found = re.search(r"^A `.+` model, made from `(.+)`\.$", text, re.MULTILINE)
+    return found and found[1]
 
 
 def copy_licenses(source: Path, folder: Path) -> list[str]:
@@ -380,12 +394,19 @@ def _inherited(source: str | Path | None, theirs: Path | None) -> dict[str, Any]
             data = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
     names = ("license", "license_name", "license_link", "language", "base_model")
     kept = {name: data[name] for name in names if name in data}
-    with suppress(HFValidationError):
-        if source is not None and not Path(source).exists():
-            name = str(source).partition("@")[0]
-            validate_repo_id(name)
-            kept["base_model"] = name
+    if source is not None and _is_of_hub(source):
+        kept["base_model"] = str(source).partition("@")[0]
     return kept
+
+
+def _is_of_hub(source: str | Path) -> bool:
+    """Whether it is the NAME, or NAME@REVISION, of a model on the Hub."""
+    if Path(source).exists():
+        return False
+    with suppress(HFValidationError):
+        validate_repo_id(str(source).partition("@")[0])
+        return True
+    return False
 
 
 def _folder(source: str | Path | None) -> Path | None:

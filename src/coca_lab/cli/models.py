@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from coca_attention.errors import UserError
 from coca_attention.method_names import MethodName
 from coca_attention.models.configuration import (
+    extension_of,
     made_for,
     rope_parameters,
     rotation,
@@ -41,7 +42,7 @@ from coca_lab.evaluation.task import finish, free_weights, open_model
 from coca_lab.export import export_native
 from coca_lab.files import cache_folder, write_json
 from coca_lab.fingerprints import fingerprint
-from coca_lab.folders import convert_folder, extend_folder, new_folder
+from coca_lab.folders import convert_folder, extend_folder, made_from, new_folder
 from coca_lab.loading import model_without_weights
 from coca_lab.report.task_sections import printed_tables
 from coca_lab.settings.commands import (
@@ -95,6 +96,14 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
         raise UserError(f"method {wanted.method} has no --near, which is for {holders}")
     model = model_without_weights(path)
     config = model.config
+    extended = extension_of(config.get_text_config())
+    original = made_from(path) if extended else None
+    if extended and original:
+        raise UserError(
+            f"{path} was extended by {extended['method']} already, and a second method would act "
+            "on top of the first: start from the original, which its card names: "
+            f"coca extend {original} {target}"
+        )
     length, to = extended_lengths(config, wanted.to, wanted.length, METHODS.get(wanted.method))
     report = ""
     measured = dict[str, Any]()

@@ -151,7 +151,7 @@ def test_what_is_compared_is_what_the_tasks_measure(source):
     measurements = measurements_of_check(model, [yarn], settings, length=160, to=TO)
     items = [item for each in measurements for item in each.items]
     # Progress counts tokens, of which a reading of the last L alone has fewer.
-    assert {item.cost for item in items if item.label.endswith(f"needles {TO}")} == {160, TO}
+    assert {item.cost for item in items if f"needles {TO}," in item.label} == {160, TO}
     cells = finish(measurements, Engine())
     found = check_of_cells(model, [yarn], settings, cells, length=160)
     (read,) = found.choice.others
@@ -478,7 +478,13 @@ def test_an_extended_model_is_refused_before_anything_is_said(source, tmp_path, 
     run(capsys, "extend", source, tmp_path / "first", "--method", "yarn")
     for words in ([], ["--to", 200]):
         code, said, err = run(capsys, "extend", tmp_path / "first", tmp_path / "second", *words)
-        assert (code, said) == (2, "") and "the model was extended by yarn already" in err
+        assert (code, said) == (2, "") and "first was extended by yarn already" in err
+        (words,) = re.findall(r"coca (extend .*)", err)
+        assert words == f"extend {source.name} {tmp_path / 'second'}"
+    assert run(capsys, *words.replace(source.name, str(source)).split())[0] == 0
+    (tmp_path / "first" / "README.md").unlink()
+    code, _, err = run(capsys, "extend", tmp_path / "first", tmp_path / "third")
+    assert code == 2 and "start from the original, the model that it was made from" in err
 
 
 def test_convert_asks_for_a_form_and_names_extend(source, tmp_path, capsys):
