@@ -498,11 +498,17 @@ def extended_lengths(
     """L and T with their defaults; a method says whether T may be L or less.
 
     Raises:
-        UserError: If the configuration does not say L, they are out of range, or the model was
-            extended before.
+        UserError: If no method is for the model, which has no rotary positions, the configuration
+            does not say L, they are out of range, or the model was extended before.
     """
     check_is_computed(config)
     text_config = config.get_text_config()
+    if not getattr(text_config, "rope_parameters", None):
+        raise UserError(
+            f"models of type {config.model_type!r} cannot be extended: all methods are for rotary "
+            "positions, and this package finds none there; choose a model that has them, such as "
+            "a Llama or a Qwen3"
+        )
     extended = extension_of(text_config)
     if extended or rope_parameters(text_config).get("distance_map") is not None:
         by = extended["method"] if extended else "limits of distances"
@@ -570,11 +576,6 @@ def _apply(
     _check_options(method, options)
     config: PreTrainedConfig = model.config.get_text_config()
     rope = rope_parameters(config)
-    if method.changes != "weights" and not getattr(config, "rope_parameters", None):
-        raise UserError(
-            "the method is for rotary positions, and this package finds none in a model "
-            f"of type {config.model_type!r}: choose a model with them, such as a Llama or a Qwen3"
-        )
     asked = Asked(
         length,
         to,

@@ -284,8 +284,12 @@ def test_a_model_that_takes_no_method_is_refused_before_anything_is_measured(
     )  # fmt: skip
     GPT2LMHeadModel(config).save_pretrained(words[1])
     AutoTokenizer.from_pretrained(source).save_pretrained(words[1])
-    code, _, err = run(capsys, *words)
-    assert code == 2 and "no method can extend" in err
+    for given in (words, words[:3], [*words[:3], "--method", "yarn"]):
+        code, said, err = run(capsys, *given)
+        assert (code, said) == (2, "") and "models of type 'gpt2' cannot be extended: all" in err
+    named = extend(source, tmp_path / "target", "--method", "limited", "--near", 9999)
+    code, said, err = run(capsys, *named)
+    assert (code, said) == (2, "") and "no method can extend" in err and "limited: --near" in err
 
 
 @pytest.mark.parametrize("method", ["yarn", "dynamic", "ntk", "limited", "leaky"])
