@@ -181,7 +181,7 @@ def _shift(asked: Asked, near: int | None, first: int | None) -> tuple[int, int]
     if smallest > length:
         raise UserError(
             f"shifted distances read at most {2 * length - first:,} tokens here: choose a smaller "
-            f"T than {to:,}, or leaky or limited for longer texts"
+            f"`to` than {to:,}, or leaky or limited for longer texts"
         )
     if near is None:
         near = (to + first) // 2 if to > length else max(smallest, length // 3)

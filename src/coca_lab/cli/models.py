@@ -1,6 +1,7 @@
 """Commands that turn models into others: extend, convert and export."""
 
 import logging
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from coca_attention.models.conversion import Conversion
 from coca_attention.models.methods import (
     DEFAULTS,
     METHODS,
-    REACH,
     extend_by_default,
     extend_context,
     extended_lengths,
@@ -111,17 +111,14 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
         chosen, report, measured = _compare(path, target, model, wanted, check, length, to)
     else:
         method = wanted.method
-        why = ""
+        refused = None
         if method == "auto":
             refused = extend_by_default(deepcopy(model), to=to, length=length)
             method = DEFAULTS[len(refused)]  # the first that is not refused
-            why = "the default"
-            if refused:
-                why = f"because {str(refused[DEFAULTS[0]]).partition(':')[0]}"
-                if not extend_by_default(deepcopy(model), to=int(REACH * length), length=length):
-                    why += " (a smaller --to takes them)"
         _print_training_length(config, wanted.length)
-        _say_what_is_taken(method, why, length, to)
+        if refused is not None:
+            _say_what_is_taken(method, refused, length)
+        _warn_of_unmeasured(method, length, to)
         chosen = MethodSettings(method, to / length, _options(wanted, method), wanted.length)
     model = extend_folder(
         path,
@@ -151,16 +148,25 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
     print(f"What it finds: coca eval needles {target} {source}--max-documents 1 --lengths {to}")
 
 
-def _say_what_is_taken(method: MethodName, why: str, length: int, to: int) -> None:
-    """Say which method an unmeasured extension takes, why if it was not named, and what it does."""
-    if why:
-        print(f"Method: {method}, {why}; --check TEXT measures which one reads best")
-        if METHODS[method].within == "exact":
-            if method == "limited":
-                print(f"It finds little farther back than {length:,} tokens")
-            print(f"Texts of up to {length:,} tokens are computed as before")
-            engines = in_words(METHODS["yarn"].engines)
-            print(f"With --method yarn short texts change; it runs in {engines}")
+def _say_what_is_taken(
+    method: MethodName, refused: Mapping[MethodName, UserError], length: int
+) -> None:
+    """Say which method is taken unmeasured, why not the preferred one, and what it does."""
+    print(f"Method: {method}, the default; --check TEXT measures which one reads best")
+    preferred = DEFAULTS[0]
+    if preferred in refused:  # the others for much the same reason, if at all
+        why = as_typed_in("extend", str(refused[preferred]))
+        print(f"Not possible: {preferred} ({why})")
+    if METHODS[method].within == "exact":
+        if method == "limited":
+            print(f"It finds little farther back than {length:,} tokens")
+        print(f"Texts of up to {length:,} tokens are computed as before")
+        engines = in_words(METHODS["yarn"].engines)
+        print(f"With --method yarn short texts change; it runs in {engines}")
+
+
+def _warn_of_unmeasured(method: MethodName, length: int, to: int) -> None:
+    """Warn of lengths at which nobody has measured how well a method reads."""
     farthest = MEASURED[METHODS[method].changes]
     if to > farthest * length:
         log.warning(

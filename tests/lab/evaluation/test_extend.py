@@ -344,8 +344,10 @@ def test_what_is_taken_unasked_and_what_nobody_measured_is_said(source, tmp_path
     for to, measured in ((2560, True), (2561, False)):
         target = tmp_path / str(to)
         _, said, err = run(capsys, "extend", source, target, "--to", to)
-        why = "because shifted distances read at most 310 tokens here (a smaller --to takes them);"
-        assert f"Method: limited, {why} -" in said
+        why = f"choose a smaller --to than {to:,}, or leaky or limited for longer texts"
+        assert "Method: limited, the default; --check TEXT" in said
+        reach = "shifted distances read at most 310 tokens here"
+        assert f"\nNot possible: shifted ({reach}: {why})\n" in said
         assert "It finds little farther back than 160 tokens\nTexts of up to 160 tokens are" in said
         assert (
             f"What it finds: coca eval needles {target} --max-documents 1 --lengths {to}\n" in said
