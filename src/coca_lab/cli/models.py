@@ -135,6 +135,8 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
         write_json(results, {**measured, "environment": describe_environment()})
         print(f"Results: {results}, drawn by coca report {target}")
     engines = in_words(engines_of(chosen.method, quantised_by(path, config)))
+    if type(model.config).__module__.startswith("coca_attention"):  # which Python has to know
+        engines = "Transformers after import coca_attention.models"
     size = sum(file.stat().st_size for file in Path(target).rglob("*") if file.is_file())
     log.info("%s: %s MB", target, f"{size / 1e6:,.1f}")
     print(

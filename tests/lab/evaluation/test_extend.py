@@ -325,7 +325,8 @@ def test_what_a_method_does_to_short_texts_is_said(method, source, tmp_path, cap
     unchanged = "Texts of up to 160 tokens are computed as before\nWith --method yarn short"
     assert (unchanged in said) == ("Method: shifted, the default;" in said) == (method == "auto")
     engines = {
-        "auto": "shifted, for texts of 240 tokens; runs in Transformers with this package",
+        "auto": "shifted, for texts of 240 tokens; runs in Transformers after import "
+        "coca_attention.models\n",
         "yarn": "yarn, for texts of 240 tokens; runs in Transformers, vLLM",
     }
     assert engines[method] in said
