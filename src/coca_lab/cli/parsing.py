@@ -193,7 +193,10 @@ def check_values(command: str, values: list[Any]) -> None:
 def check_extension(wanted: ExtendSettings, check: CheckSettings) -> None:
     """Raise UserError for options of ``coca extend`` without the one that they need."""
     if wanted.options and wanted.method == "auto":
-        raise UserError("`options` are those of one method: name it with --method")
+        raise UserError(
+            "`options` are those of one method, and without --method it is not known which one is "
+            "taken: name it, for example --method shifted"
+        )
     if wanted.near and wanted.method == "auto" and not check.check:
         raise UserError("`near` is for some methods: name one with --method, such as limited")
     plain = CheckSettings()

@@ -409,7 +409,7 @@ def test_limits_of_distances_are_of_a_named_method(source, tmp_path, capsys):
             "yarn has no --near, which is for shifted, limited",
         ),
         (["--near", 8], "error: --near is for some methods: name one with --method"),
-        (["--options", "{first: 9}"], "--options are those of one method: name it with --method"),
+        (["--options", "{first: 9}"], "--options are those of one method, and without --method"),
         (["--check-numbers", 3], "--check-numbers says how to measure: add --check TEXT"),
         (["--to", 100], "error: --to, the tokens to read, must be a whole number of at least 161"),
         (["--to", 100], "is 160 (max_position_embeddings; --length sets another)"),
