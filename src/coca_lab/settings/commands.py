@@ -19,7 +19,8 @@ class PlacedSettings:
     """In which precision and where a model is loaded."""
 
     dtype: Precision = "float32"
-    """Precision of the weights."""
+    """Precision of the weights. float32, whatever the files have, rounds least, and every processor
+    computes in it; bfloat16 and float16 take half the memory."""
     device: str | None = None
     """cpu, cuda, …; by default the accelerator if there is one; auto spreads the model over all."""
 
