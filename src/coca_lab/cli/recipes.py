@@ -4,6 +4,7 @@ import shutil
 import sys
 import textwrap
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 
 from coca_attention.errors import UserError, did_you_mean, error_prefix
@@ -13,6 +14,12 @@ from coca_lab.yaml_files import FILE_KINDS, USES, shipped
 
 NAMES = 29
 """Columns for the names in the list."""
+FIRST = {
+    "recipe": ("native-1m", "native-books-5m", "books-5m", "base-books-5m",
+               "convert-books-5m-teacher", "passkey-1m"),
+    "study": ("quickstart", "long-context", "books", "conversion", "smollm2", "paper-50m"),
+}  # fmt: skip
+"""Those to begin with, in this order; the others repeat a result."""
 
 
 def recipes_command(name: str | None) -> None:
@@ -26,10 +33,18 @@ def recipes_command(name: str | None) -> None:
             break_long_words=False,
             break_on_hyphens=False,
         )
-        for kind, folder in FILE_KINDS.items():
-            print(f"{folder} ({USES[kind]} NAME):")
-            for each, path in shipped(kind).items():
+
+        def show(heading: str, paths: Mapping[str, Path]) -> None:
+            print(heading)
+            for each, path in paths.items():
                 print(lines.fill(f"  {each:<{NAMES}} {purpose(path)}"))
+
+        left = {kind: shipped(kind) for kind in FILE_KINDS}
+        for kind, folder in FILE_KINDS.items():
+            first = {each: left[kind].pop(each) for each in FIRST[kind]}
+            show(f"{folder} to begin with ({USES[kind]} NAME):", first)
+        for kind, folder in FILE_KINDS.items():
+            show(f"{folder} that repeat results/ and the paper ({USES[kind]} NAME):", left[kind])
         print("\ncoca recipes NAME prints one, with what it needs.")
         return
     kind, _, rest = name.removesuffix(".yaml").rpartition("/")
