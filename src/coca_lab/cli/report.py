@@ -9,8 +9,9 @@ from coca_lab.settings.commands import ReportSettings
 def report_command(paths: list[str], settings: ReportSettings) -> None:
     """Turn result files, or folders of runs and studies, into one self-contained page."""
     is_there = Path(settings.output).exists()
-    page = write_report(paths, **vars(settings))
-    for content in read_results(paths):
+    contents = read_results(paths)
+    page = write_report(contents, **vars(settings))
+    for content in contents:
         if check := content.get("check"):
             print(check["decision"])
     replaced = ", in place of the page that was there" if is_there else ""

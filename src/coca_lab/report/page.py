@@ -19,7 +19,6 @@ from coca_lab.report.result_files import (
     TrainingRun,
     paper_figures,
     parsed,
-    read_results,
 )
 from coca_lab.report.section import Section
 from coca_lab.report.task_sections import REPORTS, Tasks, by_task, groups_of
@@ -31,30 +30,29 @@ MARK = "--page: #fff; --text: #1b1b1b;"
 
 
 def write_report(
-    paths: Sequence[str | Path],
+    contents: Sequence[Content],
     output: str | Path,
     *,
     title: str | None = None,
     paper: bool = False,
     figures: str | Path | None = None,
 ) -> Path:
-    """Read result files and write the page.
+    """Write the page.
 
     Args:
-        paths: Result files of ``coca eval`` and others, or folders (see `read_results`).
+        contents: Of result files (see `read_results`).
         output: The HTML file.
         title: Heading of the page; by default that of the study, or what was measured.
         paper: Also show the paper's Tables 1 to 4.
         figures: Folder for every chart as SVG, PDF and PNG; by default there are none.
 
     Raises:
-        UserError: If a file is invalid, there is nothing to show, or ``output`` is no such page.
+        UserError: If a result is invalid, there is nothing to show, or ``output`` is no such page.
     """
     output = Path(output)
     check_output(output, "page of coca report", lambda text: MARK in text)
-    contents = read_results(paths)
     if paper:
-        contents += paper_figures()
+        contents = [*contents, *paper_figures()]
     page = build_report(contents, title=title)
     if figures is not None:
         write_figures(contents, figures)

@@ -21,7 +21,7 @@ from coca_lab.evaluation.task import Cell, Measurement, cells_of, free_weights, 
 from coca_lab.files import check_results, keep_other_results, read_json, write_json
 from coca_lab.fingerprints import fingerprint
 from coca_lab.processes import Workers
-from coca_lab.report import REPORTS, write_report
+from coca_lab.report import REPORTS, read_results, write_report
 from coca_lab.store import Store
 from coca_lab.studies.study import REPORT_FILE, RESULTS_FILE, STORE_FILE, TOKENIZERS, Study
 from coca_lab.studies.trial import LOGS, TRAINING, Trial, Value
@@ -74,7 +74,7 @@ def run_study(
             store.forget([*engine.used, *(trial.key for trial in trials)])
     found = read_json(output / RESULTS_FILE)
     if found["training"] or (found["results"] and REPORTS.keys() & study.tasks):
-        write_report([output / RESULTS_FILE], output / REPORT_FILE)
+        write_report(read_results([output / RESULTS_FILE]), output / REPORT_FILE)
     else:  # a page that is there is of the results before
         (output / REPORT_FILE).unlink(missing_ok=True)
     for label, error in run.failed.items():

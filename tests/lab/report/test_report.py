@@ -173,7 +173,7 @@ def test_a_run_is_called_by_its_folder_and_a_copy_of_its_file_by_its_name(tmp_pa
         path.write_text(json.dumps({k: v for k, v in TRAINING.items() if k != "name"}))
     found = read_results([files[0].parent, files[1]])
     assert [content["training"][0]["name"] for content in found] == ["from-a-run", "from-a-copy"]
-    page = write_report([files[0].parent], tmp_path / "out" / "report.html").read_text()
+    page = write_report(found[:1], tmp_path / "out" / "report.html").read_text()
     assert "<h1>Training</h1>" in page and "<div>from-a-run</div>" in page
 
 
@@ -187,7 +187,7 @@ def test_a_point_claimed_twice_and_a_folder_for_the_page_are_refused(tmp_path, u
     with pytest.raises(ValueError, match=r"two .* figures of RoFormer .none. at 512"):
         build_report([{"results": [keys, {**keys, "accuracy": 0.1}]}])
     with pytest.raises(ValueError, match="is a folder; choose a file to write"):
-        write_report([written(tmp_path, "r.json", CELLS)], tmp_path)
+        write_report([{"results": CELLS}], tmp_path)
 
 
 def test_a_study_says_which_of_its_models_failed_and_why(
@@ -333,7 +333,7 @@ def test_hostile_names_and_titles_of_documents_are_text():
 def test_charts_are_files_for_papers(tmp_path):
     """With literal colours on white, as wide as a column, with labels of 7 to 8.3 points there."""
     file = written(tmp_path, "r.json", [*CELLS, passkey("a", 64, 2), passkey("a", 128, 1)])
-    write_report([file], tmp_path / "page.html", figures=tmp_path / "figures")
+    write_report(read_results([file]), tmp_path / "page.html", figures=tmp_path / "figures")
     names = ["1-perplexity-against-the-length-read-at-once", "2-passkeys-found-by-prompt-length"]
     expected = {f"{name}.{ending}" for name in names for ending in ("svg", "pdf", "png")}
     assert {path.name for path in (tmp_path / "figures").iterdir()} == expected
