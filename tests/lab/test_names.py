@@ -11,6 +11,7 @@ from huggingface_hub import constants
 from coca_attention.errors import UserError
 from coca_lab.data import load_tokenizer
 from coca_lab.fingerprints import model_fingerprint
+from coca_lab.folders import made_from
 from coca_lab.loading import load_model, weight_files
 from coca_lab.studies import load_study
 from coca_lab.training import load_recipe
@@ -89,7 +90,8 @@ def test_commands_take_a_revision_offline(hub, text_folder, tmp_path, monkeypatc
     assert extended.equal(load_model(hub[name], device="cpu").lm_head.weight)
     for made in ("extended", "converted"):
         card = (tmp_path / made / "README.md").read_text()
-        assert yaml.safe_load(card.split("---")[1])["base_model"] == NAME and name[4:] in card
+        assert yaml.safe_load(card.split("---")[1])["base_model"] == NAME
+        assert f"made from `{name}`." in card and made_from(tmp_path / made) == name
         assert (tmp_path / made / "LICENSE").read_text() == "Terms of step1000"
     recipe = {
         "model": {"start": name, "attention": "rope"},
