@@ -5,6 +5,7 @@ B batch, T length, H query heads, G key/value heads, D head width.
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -107,16 +108,21 @@ def limits(length: int, settings: Namespace) -> dict[str, Operator]:
     """Rotary attention, and with maps of distances from two thirds and a quarter of the text on."""
     compared = {ROTARY: Operator(rotary_attention, {"form": "rope"})}
     for name, near in (("2/3", 2 * length // 3), ("1/4", length // 4)):
-        for kind, distance_map in {
-            "limited": DistanceMap.limited(near),
-            "leaky": DistanceMap.leaky(near, 0.25),
-            "shifted": DistanceMap.shifted(near, near // 8),
-        }.items():
+        for kind, distance_map in maps_from(near).items():
             rotation = Rotation(settings.head_width, distance_map=distance_map)
             options = {"form": "rope", "rotation": rotation}
             title = f"{kind}, near = {name} of the text"
             compared[title] = Operator(partial(coca, **options), options)
     return compared
+
+
+def maps_from(near: int) -> dict[str, DistanceMap]:
+    """Limited, leaky and shifted distances for keys from so many tokens back on."""
+    return {
+        "limited": DistanceMap.limited(near),
+        "leaky": DistanceMap.leaky(near, 0.25),
+        "shifted": DistanceMap.shifted(near, near // 8),
+    }
 
 
 def random_inputs(length: int, settings: Namespace) -> Tensors:
@@ -232,7 +238,10 @@ def half_attention(
 
 
 def make_model(
-    settings: Namespace, form: str | None = None, kv_cache: str = "full"
+    settings: Namespace,
+    form: str | None = None,
+    kv_cache: str = "full",
+    distance_map: DistanceMap | None = None,
 ) -> PreTrainedModel:
     """A Llama: vanilla or of a form (with roles, of local layers); or the GraniteSWA of roles."""
     heads = settings.hidden_size // settings.head_width
@@ -260,6 +269,10 @@ def make_model(
         fields |= role_fields(roles, form, LlamaConfig(**fields), 8 * settings.window)
     elif form is not None:
         fields |= {"coca_form": form, "kv_cache": kv_cache}
+        if distance_map is not None:
+            fields["rope_parameters"] = {
+                "rope_type": "default", "rope_theta": 1e4, "distance_map": asdict(distance_map)
+            }  # fmt: skip
     config: Any = LlamaConfig if form is None else CoCALlamaConfig
     if form == GRANITE:
         config = partial(AutoConfig.for_model, "granite_swa")
@@ -306,13 +319,29 @@ def decoder_variants(compiled: bool, length: int, settings: Namespace) -> list[V
     return [make(name, *kind, length, settings, compiled) for name, kind in kinds.items()]
 
 
+def limited_decoder_variants(length: int, settings: Namespace) -> list[Variant]:
+    """The vanilla model, and with maps of distances from a quarter of the text on."""
+    make = partial(isolated, decoder) if settings.device == "cpu" else decoder
+    variants = [make(LLAMA, None, "full", length, settings, False)]
+    for name, distance_map in maps_from(length // 4).items():
+        variants.append(make(name, "rope", "full", length, settings, False, distance_map))
+    return variants
+
+
 def decoder(
-    name: str, form: str | None, kind: str, length: int, settings: Namespace, compiled: bool
+    name: str,
+    form: str | None,
+    kind: str,
+    length: int,
+    settings: Namespace,
+    compiled: bool,
+    distance_map: DistanceMap | None = None,
 ) -> Variant:
     """A model that decodes the same token in every run, and removes it from the cache."""
     # A compiled model, which is compared with itself without compilation, has a static cache, which
     # grows by a token in every run.
-    model, token = make_model(settings, form, kind), random_tokens(1, settings)
+    model = make_model(settings, form, kind, distance_map)
+    token = random_tokens(1, settings)
     cache = random_cache(DynamicCache(), model, length, settings)
     step = model.forward
 
@@ -330,6 +359,9 @@ def decoder(
         torch._dynamo.reset()  # after another length, the compiler would assume dynamic shapes
         step = torch.compile(model.forward, fullgraph=True, dynamic=False)
     error = max(difference(run(), exact), decoding_error(model))
+    if distance_map is not None:  # also where some of the few keys of the check are far
+        short = make_model(settings, form, kind, replace(distance_map, near=8))
+        error = max(error, decoding_error(short))
     layers = cache.layers[: model.config.num_hidden_layers]  # positions may come after them
     tensors = [x for layer in layers for x in (layer.keys, layer.values)]
     size = sum(x.numel() * x.element_size() for x in tensors) / 1e6
@@ -396,6 +428,9 @@ CASES = {
     "limits": Case("Limited distances, forward", _operators(limits, forward_run), HEADS),
     "limits-training": Case(
         "Limited distances, forward and backward", _operators(limits, backward_run), HEADS
+    ),
+    "limits-decode": Case(
+        "One token decoded with limited distances", limited_decoder_variants, MODEL
     ),
     "operator-decode": Case("One query over a cache, attention alone", one_query_variants, HEADS),
     "memory": Case("Memory of the operator, forward", memory_variants, HEADS, TABLE),

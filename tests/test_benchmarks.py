@@ -151,6 +151,13 @@ def test_decoding_is_timed_in_separate_processes(case):
     assert sizes[2] == pytest.approx(0.75 * sizes[0])
 
 
+@pytest.mark.slow
+def test_decoding_with_limited_distances_is_timed_beside_plain_decoding():
+    measured = measure("limits-decode", 64, settings())["variants"]
+    assert list(measured) == ["Llama", "limited", "leaky", "shifted"]
+    assert max(x["error"] for x in measured.values()) < 1e-4
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_the_gpu_check_needs_a_gpu(capsys):
     assert gpu_check.main() == 2

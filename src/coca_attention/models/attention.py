@@ -8,7 +8,8 @@ FlexAttention and eager attention all compute CoCA. What they do not compute, or
 `LayerPass`.
 
 The cache stores K' after rotation, of the usual width D (``kv_cache="full"``), or the coefficients
-before rotation, of width P + F (``"half"``, and with a distance map whose slope is not 1).
+before rotation, of width P + F (``"half"``). With a distance map whose slope is not 1 it has far
+keys: see `Stored`.
 """
 
 from inspect import signature
@@ -25,7 +26,7 @@ from coca_attention.models.configuration import score_form
 from coca_attention.models.layer_pass import Mask, Pass
 from coca_attention.models.projections import AttentionLayout, head_norm, replace_key_projection
 from coca_attention.models.rotary import Angles
-from coca_attention.ops import key_map, query_map, score_scale
+from coca_attention.ops import query_map, score_scale
 from coca_attention.ops.sight import hidden_by
 
 CACHE = "cache" if "cache" in signature(LlamaModel.forward).parameters else "past_key_values"
@@ -130,12 +131,7 @@ class CollinearAttention(nn.Module):
             return self._projected(output, hidden_states), None
         length = hidden_states.shape[1]
         layer = decoder_pass.layer(self, attention_mask, position_embeddings, cache, length)
-        stored = coefficients
-        if not layer.half:
-            # Tables of this pass: what the cache has already is rotated.
-            cos = layer.angles.cos
-            sin = layer.angles.sin
-            stored = key_map(coefficients, cos, sin, free_pairs=self.free_pairs)
+        stored = layer.to_store(coefficients)
         if cache is not None:
             # A paged cache changes `kwargs`, the arguments of the attention function, in place.
             stored, value = cache.update(stored, value, self.layer_idx, kwargs=kwargs)

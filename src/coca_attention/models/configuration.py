@@ -247,7 +247,7 @@ def counts_distances(config: PreTrainedConfig) -> bool:
 
 
 def keeps_coefficients(config: PreTrainedConfig) -> bool:
-    """Whether the cache has coefficients before rotation, for far keys if not by ``kv_cache``."""
+    """Whether the cache has something else than keys at their positions: see `Stored`."""
     found = rotation(config).distance_map
     return config.kv_cache == "half" or (found is not None and not found.shares_keys)
 
@@ -370,9 +370,9 @@ class CoCAConfig:
             attention; a dictionary if it differs between layer types. Not read with ``rope``.
         kv_cache: What is cached besides the values. ``full``: the effective keys, as wide as a
             head; works everywhere. ``half``: the coefficients before rotation, half as wide
-            (without free pairs); with a ``distance_map`` whose slope is not 1, or that has groups,
-            ``full`` caches them too. The cache object then keeps the positions of its tokens
-            beside them.
+            (without free pairs). With a ``distance_map`` whose slope is not 1, or that has groups,
+            ``full`` caches keys at their far positions, of collinear pairs the coefficients. The
+            cache object then keeps the positions of its tokens beside them.
         coca_linear: Whether attention is linear (see `coca_attention.ops.linear`), in the forms
             strict and magnitude: the cache is then one state per layer, whatever the length, and
             two bytes a token that count them. Masks are (batch, tokens), and a row is one document.

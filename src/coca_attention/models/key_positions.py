@@ -3,7 +3,7 @@
 Legend: B batch, T query length, S key length or slots of a cache, R rotary width.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,11 @@ from transformers import Cache, DynamicLayer, PreTrainedConfig
 
 from coca_attention.models.configuration import free_pairs, rotation
 from coca_attention.ops import key_frames
+from coca_attention.ops.decoding import Angles as KeyAngles
 from coca_attention.ops.decoding import KeyFrames
 from coca_attention.ops.opaque import compiling
+
+TableName = Literal["tables", "far_key_tables", "turn_tables"]
 
 
 @torch.library.custom_op("coca_attention::materialized", mutates_args=())
@@ -247,16 +250,15 @@ class KeyPositions:
         return self.reading.position_ids, self.slots[:, first : first + keys]
 
     def tables(
-        self, layer_type: str | None, first: int, keys: int, far: bool = False
+        self, layer_type: str | None, first: int, keys: int, name: TableName = "tables"
     ) -> tuple[Tensor, Tensor]:
         """cos and sin of slots first … first + keys - 1, (1 or B, keys, R/2) each.
 
-        With ``far`` those of far keys, see `Rotation.far_key_tables`.
+        ``name`` is that of the method of `Rotation` which makes them.
         """
-        kind = (layer_type, far)
+        kind = (layer_type, name)
         if kind not in self._made:
-            turning = rotation(self.config, layer_type)
-            make = turning.far_key_tables if far else turning.tables
+            make = getattr(rotation(self.config, layer_type), name)
             cos, sin = make(self.slots, self.dtype)
             if compiling():
                 cos = materialized(cos)
@@ -272,15 +274,15 @@ class KeyPositions:
         keys: int,
         pairs: int,
         tile: int,
-        far: bool = False,
+        angles: KeyAngles = "angles",
     ) -> KeyFrames | None:
         """Tables of `attend_half` for these slots in tiles; None if positions do not allow them.
 
-        ``far`` as for `tables`.
+        ``angles`` as for `key_frames`.
         """
         if self.first_position is None:
             return None
-        kind = (layer_type, first, keys, pairs, tile, far)
+        kind = (layer_type, first, keys, pairs, tile, angles)
         if kind not in self._made:
             turning = rotation(self.config, layer_type)
             if turning.follows_length:
@@ -293,7 +295,7 @@ class KeyPositions:
                 pairs=pairs,
                 free_pairs=free_pairs(self.config, layer_type),
                 dtype=self.dtype,
-                far=far,
+                angles=angles,
             )
         return self._made[kind]
 

@@ -9,7 +9,7 @@ D head width, P = D/2 rotary pairs, F free pairs, R rotary width.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from coca_attention.models.configuration import window_of
 from coca_attention.models.key_positions import KeyPositions
 from coca_attention.models.rotary import Angles
 from coca_attention.ops import attend, attend_half, key_map, tile_length
+from coca_attention.ops.decoding import Angles as KeyAngles
 from coca_attention.ops.decoding import KeyFrames, attend_half_at
 from coca_attention.ops.distances import (
     attend_by_distance,
@@ -55,6 +56,17 @@ Attended = tuple[Tensor, Tensor | None]
 """Outputs (B, T, H, D), as those of Transformers' attention functions, and the weights, if any."""
 
 
+Stored = Literal["keys", "coefficients", "far keys"]
+"""What a cache has.
+
+- keys: rotated to their positions, (B, G, S, D).
+- coefficients: before rotation, (B, G, S, P + F).
+- far keys: rotated to where a distance map has them for distant queries, so that one token turns
+  only the near ones, (B, G, S, D). Collinear keys, which are not as wide as the others, are kept as
+  coefficients instead. So are those of a limit, which are far keys, at position 0.
+"""
+
+
 class Pass(NamedTuple):
     """What one forward pass of a decoder hands to all layers."""
 
@@ -81,10 +93,15 @@ class Pass(NamedTuple):
         first = 0
         if self.positions is not None and cache is not None:
             _, first = cache.get_mask_sizes(length, module.layer_idx)
-        far = angles.far
-        half = module.config.kv_cache == "half"
-        half = half or (far is not None and not far.distance_map.shares_keys)
-        return LayerPass(module, mask, angles, self.positions, first, half)
+        stored: Stored = "keys"
+        if module.config.kv_cache == "half":
+            stored = "coefficients"
+        elif angles.far is not None and not angles.far.distance_map.shares_keys:
+            stored = "coefficients"
+            all_free = module.free_pairs == module.head_dim // 2
+            if all_free and not angles.far.distance_map.is_limit:
+                stored = "far keys"
+        return LayerPass(module, mask, angles, self.positions, first, stored)
 
 
 class LayerPass(NamedTuple):
@@ -95,7 +112,7 @@ class LayerPass(NamedTuple):
     angles: Angles
     positions: KeyPositions | None
     first: int  # slot that the layer's cache returns
-    half: bool  # whether the cache has coefficients (B, G, S, P + F), else keys (B, G, S, D)
+    stored: Stored
 
     @property
     def layer_type(self) -> str | None:
@@ -167,8 +184,21 @@ class LayerPass(NamedTuple):
             )
         return self
 
-    def key_tables(self, keys: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of all keys, (1 or B, keys, R/2) each, where the cache has none of them."""
+    def to_store(self, coefficients: Tensor) -> Tensor:
+        """What the cache keeps of this pass's coefficients (B, G, T, P + F)."""
+        if self.stored == "coefficients":
+            return coefficients
+        tables = self.angles.cos, self.angles.sin
+        if self.stored == "far keys":
+            assert self.angles.far is not None and self.angles.far.key_tables is not None
+            tables = self.angles.far.key_tables
+        cos, sin = tables
+        return key_map(coefficients, cos, sin, free_pairs=self.module.free_pairs)
+
+    def _key_tables(self, keys: int) -> tuple[Tensor, Tensor]:
+        """cos and sin that make near keys of those in the cache, (1 or B, keys, R/2) each."""
+        if self.stored == "far keys":
+            return self._at.tables(self.layer_type, self.first, keys, "turn_tables")
         if keys == self.angles.cos.shape[-2]:  # those of this pass
             return self.angles.cos, self.angles.sin
         return self._at.tables(self.layer_type, self.first, keys)
@@ -180,9 +210,9 @@ class LayerPass(NamedTuple):
         and values of all keys.
         """
         if self.angles.far is not None:
-            # On a CPU one token over coefficients is faster without forming keys.
+            # On a CPU one token is faster without forming keys.
             without_keys = (
-                self.half
+                self.stored != "keys"
                 and self._distance_map.has_equal_steps
                 and self._first_near(query, stored.shape[-2]) > 0
                 and query.device.type == "cpu"
@@ -190,7 +220,7 @@ class LayerPass(NamedTuple):
                 and self._decodes(query, stored)
             )
             return self.attend_far_half if without_keys else self.attend_far
-        if self.half and self._decodes(query, stored):
+        if self.stored != "keys" and self._decodes(query, stored):
             return self.attend_half
         if self.function != "sdpa":
             return None
@@ -220,17 +250,22 @@ class LayerPass(NamedTuple):
     def _frames(
         self, query: Tensor, coefficients: Tensor, start: int = 0, far: bool = False
     ) -> KeyFrames | None:
-        """Tables of the keys from ``start`` on for `attend_half`.
+        """Tables of the keys from ``start`` on for `attend_half`, as near keys or as far ones.
 
         None where tokens are not consecutive.
         """
+        angles: KeyAngles = "angles"
+        if self.stored == "far keys":
+            angles = "turn_angles"
+        elif far and not self._distance_map.shares_keys:
+            angles = "far_key_angles"
         return self._at.frames(
             self.layer_type,
             self.first + start,
             coefficients.shape[-2],
             pairs=self.module.head_dim // 2,
             tile=tile_length(coefficients, query.shape[1]),
-            far=far,
+            angles=angles,
         )
 
     def attend_half(
@@ -241,7 +276,7 @@ class LayerPass(NamedTuple):
         mask = self.dense if self.angles.decay is None else self._with_decay(query, keys)
         scale = self.module.kernel_scale
         if compiling():
-            cos, sin = self._at.tables(self.layer_type, self.first, keys)
+            cos, sin = self._key_tables(keys)
             output = attend_half_at(
                 query, stored, value, cos, sin, attention_mask=mask, scale=scale
             )
@@ -293,32 +328,30 @@ class LayerPass(NamedTuple):
 
     def _near_and_far(self, query: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
         """Near keys, from the first on that may be near, and far keys, of all that are stored."""
-        if not self.half:
+        if self.stored == "keys":
             return stored, stored
         keys = stored.shape[-2]
         free_pairs = self.module.free_pairs
         distance_map = self._distance_map
-        cos, sin = self.key_tables(keys)
+        cos, sin = self._key_tables(keys)
         if distance_map.shares_keys:
             key = key_map(stored, cos, sin, free_pairs=free_pairs)
             return key, key
         near = slice(self._first_near(query, keys), None)
         key = key_map(stored[..., near, :], cos[:, near], sin[:, near], free_pairs=free_pairs)
-        if distance_map.is_limit:
+        if distance_map.is_limit or self.stored == "far keys":
             return key, stored
-        cos, sin = self._at.tables(self.layer_type, self.first, keys, far=True)
+        cos, sin = self._at.tables(self.layer_type, self.first, keys, "far_key_tables")
         return key, key_map(stored, cos, sin, free_pairs=free_pairs)
 
     def attend_far_half(
         self, projected: Tensor, query: Tensor, stored: Tensor, value: Tensor
     ) -> Attended:
-        """One token over coefficients with a distance map, as `attend_half`."""
-        distance_map = self._distance_map
+        """One token with a distance map, as `attend_half`."""
         first_near = self._first_near(query, stored.shape[-2])
         far_frames = None
-        if not distance_map.is_limit:
-            far = stored[..., :first_near, :]
-            far_frames = self._frames(query, far, far=not distance_map.shares_keys)
+        if self.stored == "coefficients" and not self._distance_map.is_limit:
+            far_frames = self._frames(query, stored[..., :first_near, :], far=True)
         near_frames = self._frames(query, stored[..., first_near:, :], first_near)
         assert near_frames is not None  # see `_decodes`
         output = attend_half_by_distance(
@@ -351,9 +384,9 @@ class LayerPass(NamedTuple):
 
     def keys(self, stored: Tensor) -> Tensor:
         """Keys (B, G, S, D) of what the cache has."""
-        if not self.half:
+        if self.stored == "keys":
             return stored
-        cos, sin = self.key_tables(stored.shape[-2])
+        cos, sin = self._key_tables(stored.shape[-2])
         return key_map(stored, cos, sin, free_pairs=self.module.free_pairs)
 
     def mask_with_decay(self, query: Tensor, keys: int) -> Mask:

@@ -18,6 +18,9 @@ class Far(NamedTuple):
 
     distance_map: DistanceMap
     tables: tuple[Tensor, Tensor]  # of the queries, see `Rotation.far_tables`
+    # Of the keys of this pass, see `Rotation.far_key_tables`; None if near ones or coefficients
+    # are the same.
+    key_tables: tuple[Tensor, Tensor] | None
 
 
 class Angles(NamedTuple):
@@ -47,7 +50,11 @@ class CoCARotary(nn.Module):
         factor = turning.query_factor(position_ids, dtype, window_of(self.config, layer_type))
         far = None
         if turning.distance_map is not None:
-            far = Far(turning.distance_map, turning.far_tables(position_ids, dtype))
+            tables = turning.far_tables(position_ids, dtype)
+            key_tables = None
+            if not (turning.distance_map.shares_keys or turning.distance_map.is_limit):
+                key_tables = turning.far_key_tables(position_ids, dtype)
+            far = Far(turning.distance_map, tables, key_tables)
         cos, sin = turning.tables(position_ids, dtype)
         return Angles(cos, sin, factor, turning.bias, far)
 

@@ -14,6 +14,7 @@ member of a free pair acts like the first member of a pair rotated by a quarter 
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,8 @@ CPU_TILE = 1 << 18
 CUDA_KEYS = 64
 CUDA_TILE = 1 << 13
 SINGLE_KEYS = 16
+
+Angles = Literal["angles", "far_key_angles", "turn_angles"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def key_frames(
     pairs: int,
     free_pairs: int = 0,
     dtype: torch.dtype = torch.float32,
-    far: bool = False,
+    angles: Angles = "angles",
 ) -> KeyFrames:
     """Tables for keys at consecutive positions, shared by all layers of a model.
 
@@ -84,27 +87,29 @@ def key_frames(
         pairs: Pairs per head, P; those beyond the rotary width have angle 0.
         free_pairs: F.
         dtype: dtype of the tables, float32 or wider.
-        far: Whether the keys are at `DistanceMap.far_keys` of the rotation.
+        angles: Which angles of the rotation make the keys, by the name of its method.
 
     Raises:
-        ValueError: If these are not equally far apart.
+        ValueError: If these do not grow by the same with every position.
     """
     found = rotation.distance_map
-    if far and (found is None or not found.has_equal_steps):
+    if angles != "angles" and (found is None or not found.has_equal_steps):
         raise ValueError(f"frames need far keys that are equally far apart, got the map {found!r}")
     device = first_position.device
     magnitude = rotation.rule.magnitude
+    if angles == "turn_angles":  # far keys have it
+        magnitude = 1.0
     starts = torch.arange(0, length, tile, device=device)
-    make = rotation.far_key_angles if far else rotation.angles  # both linear in the position
-    angles = make(first_position.unsqueeze(-1) + starts)
+    make = getattr(rotation, angles)
+    outside = make(first_position.unsqueeze(-1) + starts)
     inside = make(torch.arange(tile, device=device))
-    missing = (0, pairs - angles.shape[-1])
-    angles = F.pad(angles, missing)
+    missing = (0, pairs - outside.shape[-1])
+    outside = F.pad(outside, missing)
     first = F.pad(inside.cos() * magnitude, missing, value=1.0)
     second = F.pad(inside.sin() * magnitude, missing)
     cos, sin, first, second = (
         _paired(x, free_pairs).to(dtype).contiguous()
-        for x in (angles.cos(), angles.sin(), first, second)
+        for x in (outside.cos(), outside.sin(), first, second)
     )
     return KeyFrames(cos, sin, first, second, length)
 

@@ -220,7 +220,7 @@ def attend_half_by_distance(
         coefficients: Of all keys, (B, G, S, P + F).
         value: (B, G, S, Dv).
         near: Frames of the last keys, which are near.
-        far: Frames of the others, `far_key_frames`; None if they are at position 0.
+        far: Frames of the others; None if the coefficients are far keys.
         attention_mask: As for `attend_half`.
         scale: Multiplies the scores.
     """

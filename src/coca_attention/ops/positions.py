@@ -333,6 +333,12 @@ class Rotation:
         assert self.distance_map is not None
         return self._angles(self.distance_map.far_keys(positions.to(_wide(positions.device))))
 
+    def turn_angles(self, positions: Tensor) -> Tensor:
+        """The angles from far keys at positions (..., S) to near ones: (..., S, R/2)."""
+        assert self.distance_map is not None
+        positions = positions.to(_wide(positions.device))
+        return self._angles(positions.unsqueeze(-1) - self.distance_map.far_keys(positions))
+
     def _angles(self, places: Tensor) -> Tensor:
         """The angles at places (..., T, 1 or R/2), one for all pairs or one for each."""
         if torch.compiler.is_compiling() or type(places) is not Tensor:
@@ -375,6 +381,13 @@ class Rotation:
     ) -> tuple[Tensor, Tensor]:
         """cos and sin of far keys (..., S), for queries of `far_tables`: (..., S, R/2)."""
         return self._tables(self.far_key_angles(positions), dtype)
+
+    def turn_tables(
+        self, positions: Tensor, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
+        """cos and sin that turn far keys (..., S) of `far_key_tables` into near ones."""
+        angles = self.turn_angles(positions)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def query_factor(
         self, positions: Tensor, dtype: torch.dtype = torch.float32, window: int | None = None
