@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
 
 from coca_attention import convert
 from coca_attention.errors import UserError
@@ -171,6 +171,24 @@ def test_one_token_is_scored_without_forming_keys(family, form, distance_map, mo
     ours = attend_half_by_distance(*(x.bfloat16() for x in tensors), **options)
     assert ours.dtype == torch.bfloat16
     assert difference(ours.double(), half(*tensors, **options)) < 0.05
+
+
+@pytest.mark.parametrize("kv_cache", ["full", "half"])
+@pytest.mark.parametrize("distance_map", MAPS)
+@pytest.mark.parametrize(("family", "form"), [("Llama", "rope"), ("GPT-NeoX", "strict")])
+def test_tokens_read_one_by_one_from_the_first_on_are_read_as_at_once(
+    family, form, distance_map, kv_cache
+):
+    """With a rule that scales keys, where the map takes it; and in a static cache."""
+    model = limited(family, form, distance_map, kv_cache=kv_cache)
+    rule = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+    rope_parameters(model.config).update(rule)
+    ids = some_tokens(model, length=30)
+    expected = logits(model, ids)
+    for cache in (DynamicCache(), StaticCache(config=model.config, max_cache_len=40)):
+        with torch.no_grad():
+            found = read_in_pieces(model, ids, range(1, 31), cache=cache)
+        assert difference(found, expected) < 1e-12
 
 
 def test_rotary_models_of_older_versions_are_read_as_such():

@@ -287,6 +287,9 @@ class KeyPositions:
             turning = rotation(self.config, layer_type)
             if turning.follows_length:
                 return None
+            far = turning.distance_map
+            if angles != "angles" and far is not None and not far.has_equal_steps:
+                return None
             self._made[kind] = key_frames(
                 self.first_position + first,
                 keys,
