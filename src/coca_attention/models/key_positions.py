@@ -12,11 +12,11 @@ from transformers import Cache, DynamicLayer, PreTrainedConfig
 
 from coca_attention.models.configuration import free_pairs, rotation
 from coca_attention.ops import key_frames
-from coca_attention.ops.decoding import Angles as KeyAngles
-from coca_attention.ops.decoding import KeyFrames
+from coca_attention.ops.decoding import AngleName, KeyFrames
 from coca_attention.ops.opaque import compiling
 
 TableName = Literal["tables", "far_key_tables", "turn_tables"]
+"""A method of `Rotation`, as `AngleName`."""
 
 
 @torch.library.custom_op("coca_attention::materialized", mutates_args=())
@@ -274,7 +274,7 @@ class KeyPositions:
         keys: int,
         pairs: int,
         tile: int,
-        angles: KeyAngles = "angles",
+        angles: AngleName = "angles",
     ) -> KeyFrames | None:
         """Tables of `attend_half` for these slots in tiles; None if positions do not allow them.
 

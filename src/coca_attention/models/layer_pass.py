@@ -20,8 +20,7 @@ from coca_attention.models.configuration import window_of
 from coca_attention.models.key_positions import KeyPositions
 from coca_attention.models.rotary import Angles
 from coca_attention.ops import attend, attend_half, key_map, tile_length
-from coca_attention.ops.decoding import Angles as KeyAngles
-from coca_attention.ops.decoding import KeyFrames, attend_half_at
+from coca_attention.ops.decoding import AngleName, KeyFrames, attend_half_at
 from coca_attention.ops.distances import (
     attend_by_distance,
     attend_half_by_distance,
@@ -254,7 +253,7 @@ class LayerPass(NamedTuple):
 
         None where tokens are not consecutive.
         """
-        angles: KeyAngles = "angles"
+        angles: AngleName = "angles"
         if self.stored == "far keys":
             angles = "turn_angles"
         elif far and not self._distance_map.shares_keys:

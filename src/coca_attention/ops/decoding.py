@@ -32,7 +32,9 @@ CUDA_KEYS = 64
 CUDA_TILE = 1 << 13
 SINGLE_KEYS = 16
 
-Angles = Literal["angles", "far_key_angles", "turn_angles"]
+AngleName = Literal["angles", "far_key_angles", "turn_angles"]
+"""A method of `Rotation`, whose angles make near keys or far ones of coefficients, or near of far keys.
+"""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def key_frames(
     pairs: int,
     free_pairs: int = 0,
     dtype: torch.dtype = torch.float32,
-    angles: Angles = "angles",
+    angles: AngleName = "angles",
 ) -> KeyFrames:
     """Tables for keys at consecutive positions, shared by all layers of a model.
 
