@@ -33,8 +33,7 @@ CUDA_TILE = 1 << 13
 SINGLE_KEYS = 16
 
 AngleName = Literal["angles", "far_key_angles", "turn_angles"]
-"""A method of `Rotation`, whose angles make near keys or far ones of coefficients, or near of far keys.
-"""
+"""A method of `Rotation`: its angles make near or far keys of coefficients, or near of far keys."""
 
 
 @dataclass(frozen=True)
