@@ -3,6 +3,7 @@
 `make test-engines` installs what they need.
 """
 
+import functools
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from coca_attention import convert
+from coca_attention import convert, extend_context
 from coca_attention.testing import difference, logits, some_tokens
 from coca_lab.cli import main
 from families import vanilla
@@ -67,14 +68,24 @@ def test_zero_3_is_refused(tmp_path):
     assert "use ZeRO-2, or FSDP2" in said[1] and "use ZeRO-2, or FSDP2" in said[2]
 
 
-def test_converted_models_are_quantised_as_well_as_a_llama_and_not_the_other_way(tmp_path):
+@pytest.mark.parametrize(
+    "change",
+    [
+        functools.partial(convert, form="slack"),
+        functools.partial(extend_context, method="limited", to=200),
+        functools.partial(extend_context, method="leaky", to=200),
+        functools.partial(extend_context, method="shifted", to=200),
+    ],
+    ids=["slack", "limited", "leaky", "shifted"],
+)
+def test_changed_models_are_quantised_as_well_as_a_llama_and_not_the_other_way(change, tmp_path):
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(**sizes, **heads, vocab_size=512, max_position_embeddings=128)
     model, folder = LlamaForCausalLM(config), tmp_path / "llama"
     model.save_pretrained(folder)
-    convert(model, "slack").save_pretrained(tmp_path / "converted")
+    change(model).save_pretrained(tmp_path / "converted")
     *said, by_hand = run("quantised", folder, tmp_path / "converted").splitlines()[-4:]
     assert "got torchao.quantization" in by_hand and "without quantisation" in by_hand
     found = [line.split(" ", 4) for line in said]
