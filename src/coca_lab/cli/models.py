@@ -1,6 +1,7 @@
 """Commands that turn models into others: extend, convert and export."""
 
 import logging
+import sys
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -219,7 +220,14 @@ def _compare(
     _print_training_length(plain.config, wanted.length)
     # Methods that compute the same share their readings.
     count = len({str(item.keys) for each in measurements for item in each.items})
-    print(f"Measuring {len(methods)} methods: {count:,} readings of up to {to:,} tokens")
+    names = ", ".join(each.name for each in methods)
+    print(f"Measuring {names}: {count:,} readings of up to {to:,} tokens")
+    if wanted.method == "auto":
+        for method, error in refused.items():
+            print(f"Not measured: {method} ({error})")
+        named = [f"{row.name} ({row.left_out})" for row in METHODS.values() if row.left_out]
+        print(f"Not measured unless named with --method: {', '.join(named)}")
+    sys.stdout.flush()  # into files, too: what follows takes hours
     # One process writes a store; checks on other texts have theirs.
     text = str(Path(check.check).resolve()) if Path(check.check).exists() else check.check
     about = [model.identity, text]
@@ -253,11 +261,6 @@ def _compare(
     lost = verdicts(readings)
     for line in lost:
         print(line)
-    if wanted.method == "auto":
-        for method, error in refused.items():
-            print(f"Not measured: {method} ({error})")
-        named = [f"{row.name} ({row.left_out})" for row in METHODS.values() if row.left_out]
-        print(f"Not measured unless named with --method: {', '.join(named)}")
     record = CheckRecord(
         decision=" ".join([reason, *choice.warnings]),
         training_length=length,

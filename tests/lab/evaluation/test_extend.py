@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -95,10 +96,16 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, find
     # What is exact within L cannot lose there.
     assert words["limited"] == words[taken] == "no loss shown"
     assert f"{taken} is taken: " in said and f"{taken} is taken: " in card
-    # The decision is first, and all tables but the one that decides are in the card alone.
-    decision = next(
-        line for line in said.splitlines() if not line.startswith(("Training length", "Measuring"))
-    )
+    # First is what is measured and what is not: layers without positions are those of few models.
+    lines = said.splitlines()
+    assert [line.partition(":")[0] for line in lines[:4]] == [
+        "Training length",
+        "Measuring shifted, limited, leaky, yarn, ntk",
+        "Not measured",
+        "Not measured unless named with --method",
+    ]
+    # Then the decision, and all tables but the one that decides are in the card alone.
+    decision = lines[4]
     assert decision.startswith(f"{taken} is taken: ") and decision in card
     for text, shown in (
         ("Perplexity against the length read at once (texts 1 of 2)", False),
@@ -107,7 +114,6 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, find
     ):
         assert text in card and (text.strip("| ") in said) == shown
     # In a terminal of 80 columns every row of it is one line, and what it leaves out is below it.
-    lines = said.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("method "))
     printed = lines[start : start + len(rows) + 1]
     assert all(len(line) <= 80 for line in printed)
@@ -115,12 +121,6 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, find
     unclear = [name for name, word in words.items() if word in ("loses", "cannot tell")]
     below = lines[start + len(printed) : start + len(printed) + len(unclear)]
     assert unclear and [line.partition(":")[0] for line in below] == unclear
-    # Last is what is not measured: layers without positions are those of few models.
-    after = lines[start + len(printed) + len(unclear) :]
-    assert [line.partition(":")[0] for line in after[:2]] == [
-        "Not measured",
-        "Not measured unless named with --method",
-    ]
     assert f", {taken}, for texts of {TO} tokens; runs in Tr" in said
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
     assert model.config.max_position_embeddings == TO
@@ -257,7 +257,7 @@ def test_where_no_number_is_farther_back_than_the_training_length_nothing_is_dec
 def test_one_document_and_how_much_is_read_are_said_first(source, tmp_path, capsys):
     words = extend(source, tmp_path / "target", "--check-documents", 1, "--device", "cpu")
     _, said, err = run(capsys, *words)
-    assert re.search(r"^Measuring \d methods: \d+ readings of up to 300 tokens$", said, re.M)
+    assert re.search(rf"^Measuring .*: \d+ readings of up to {TO} tokens$", said, re.M)
     assert "1 document of 300 tokens cannot show whether a method loses within L" in err
     assert "documents to read: 1 of more than 300 tokens (at most 1: --check-documents)" in err
     assert run(capsys, *words, "--device", "cuda:9")[0] == 2
@@ -345,9 +345,9 @@ def test_what_is_taken_unasked_and_what_nobody_measured_is_said(source, tmp_path
     for to, measured in ((2560, True), (2561, False)):
         target = tmp_path / str(to)
         _, said, err = run(capsys, "extend", source, target, "--to", to)
-        why = f"choose a smaller --to than {to:,}, or leaky or limited for longer texts"
+        why = "choose --to 310, or leaky or limited for longer texts"
         assert "Method: limited, the default; --check TEXT" in said
-        reach = "shifted distances read at most 310 tokens here"
+        reach = f"shifted distances read at most 310 tokens here, got {to:,}"
         assert f"\nNot possible: shifted ({reach}: {why})\n" in said
         assert "It finds little farther back than 160 tokens\nTexts of up to 160 tokens are" in said
         assert (
@@ -447,13 +447,22 @@ def test_a_method_that_is_not_for_a_model_is_left_out(tmp_path, source, finds, c
         assert re.search(rf"^Not measured: {method} \(.*{why}", said, re.MULTILINE)
 
 
-def test_shifted_is_left_out_of_texts_that_it_does_not_reach(source, tmp_path, capsys):
+def test_what_is_left_out_is_said_before_anything_is_measured(
+    source, tmp_path, capsys, monkeypatch
+):
     words = extend(source, tmp_path / "target", "--check-documents", 1, "--check-lengths", 300)
     words += ["--near", "161"]  # more than limited takes
     words[words.index("--to") + 1] = "400"
+    with monkeypatch.context() as patch:
+        patch.setattr(needles, "_read", Mock(side_effect=KeyboardInterrupt))
+        code, shown, _ = run(capsys, *words)
+    assert code == 130
+    reach = "shifted distances read at most 310 tokens here, got 400: choose --to 310, or leaky"
+    assert re.search(r"^Measuring leaky, yarn, ntk: \d+ readings of up to 400 tokens$", shown, re.M)
+    assert f"Not measured: shifted ({reach}" in shown
+    assert "Not measured: limited (--near, in tokens and at most L, " in shown
     _, said, err = run(capsys, *words)
-    assert "Not measured: shifted (shifted distances read at most 310 tokens here: " in said
-    assert "Not measured: limited (--near, in tokens and at most L, " in said
+    assert said.startswith(shown)
     assert "left out" not in err and "Perplexity of 300 tokens, and the prob" in said
 
 
