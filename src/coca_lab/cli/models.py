@@ -157,12 +157,15 @@ def _say_what_is_taken(
     """Say which method is taken unmeasured, why not the preferred one, and what it does."""
     print(f"Method: {method}, the default; --check TEXT measures which one reads best")
     preferred = DEFAULTS[0]
-    if preferred in refused:  # the others for much the same reason, if at all
+    if method == "limited":
+        log.warning(
+            f"limited finds little farther back than {length:,} tokens, and {preferred} is not "
+            f"possible: {refused[preferred]}"
+        )
+    elif preferred in refused:  # the others for much the same reason, if at all
         why = as_typed_in("extend", str(refused[preferred]))
         print(f"Not possible: {preferred} ({why})")
     if METHODS[method].within == "exact":
-        if method == "limited":
-            print(f"It finds little farther back than {length:,} tokens")
         print(f"Texts of up to {length:,} tokens are computed as before")
         engines = in_words(METHODS["yarn"].engines)
         print(f"With --method yarn short texts change; it runs in {engines}")

@@ -348,8 +348,9 @@ def test_what_is_taken_unasked_and_what_nobody_measured_is_said(source, tmp_path
         why = "choose --to 310, or leaky or limited for longer texts"
         assert "Method: limited, the default; --check TEXT" in said
         reach = f"shifted distances read at most 310 tokens here, got {to:,}"
-        assert f"\nNot possible: shifted ({reach}: {why})\n" in said
-        assert "It finds little farther back than 160 tokens\nTexts of up to 160 tokens are" in said
+        warning = "warning: limited finds little farther back than 160 tokens, and shifted is not"
+        assert f"{warning} possible: {reach}: {why}\n" in err
+        assert "\nTexts of up to 160 tokens are" in said
         assert (
             f"What it finds: coca eval needles {target} --max-documents 1 --lengths {to}\n" in said
         )
