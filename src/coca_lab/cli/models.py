@@ -100,10 +100,11 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
     extended = extension_of(config.get_text_config())
     original = made_from(path) if extended else None
     if extended and original:
+        to_typed = f" --to {wanted.to}" if wanted.to else ""
         raise UserError(
             f"{path} was extended by {extended['method']} already, and a second method would act "
             "on top of the first: start from the original, which its card names: "
-            f"coca extend {original} {target}"
+            f"coca extend {original} {target}{to_typed}"
         )
     length, to = extended_lengths(config, wanted.to, wanted.length, METHODS.get(wanted.method))
     report = ""

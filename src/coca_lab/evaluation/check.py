@@ -14,7 +14,7 @@ from coca_attention.models.methods import PACKAGE, UNTRIED
 from coca_lab.cells import ATTEND_LAST, MethodReading, Probability
 from coca_lab.evaluation.choice import Choice, Read
 from coca_lab.evaluation.needles import NEEDLES_TASK, last_alone, needle_texts
-from coca_lab.evaluation.perplexity import PERPLEXITY_TASK
+from coca_lab.evaluation.perplexity import PERPLEXITY_TASK, perplexity_texts
 from coca_lab.evaluation.task import Cell, Measurement, Model
 from coca_lab.intervals import DocumentScore, mean_nats, nats_interval, perplexity
 from coca_lab.settings.commands import CheckSettings
@@ -148,6 +148,12 @@ def measurements_of_check(
     )
     short = min(SHORT, max(1, lengths[0] // 4))
     beginning = {**vars(text), "max_tokens": SHORT_TEXTS * short + 1}
+    whole = PerplexitySettings(
+        **vars(text),
+        windows=lengths,
+        stride=max(1, min(SCORED_TOKENS, lengths[0] // 4)),
+        attend_last=length,
+    )
     needles = NeedleSettings(
         **vars(text),
         lengths=lengths,
@@ -155,6 +161,8 @@ def measurements_of_check(
         near=length,
         attend_last=length,
     )
+    # First the task that needs a token more, so that a text too short for both is told so.
+    documents = len(perplexity_texts(model, whole))
     hidden = needle_texts(model, needles)
     distances = [
         needle.distance
@@ -168,7 +176,6 @@ def measurements_of_check(
             f"which method reads farther: hide more (`check_numbers`, {settings.check_numbers} "
             f"now), or read longer texts (`to`, {to:,} now)"
         )
-    documents = len(hidden[lengths[-1]])
     log.info(
         "documents to read: %d of more than %s tokens (at most %d: `check_documents`)",
         documents,
@@ -184,15 +191,7 @@ def measurements_of_check(
     tasks = [
         # The shortest texts first, after which the time that is left can be estimated.
         (PERPLEXITY_TASK, PerplexitySettings(**beginning, windows=[short])),
-        (
-            PERPLEXITY_TASK,
-            PerplexitySettings(
-                **vars(text),
-                windows=lengths,
-                stride=max(1, min(SCORED_TOKENS, lengths[0] // 4)),
-                attend_last=length,
-            ),
-        ),
+        (PERPLEXITY_TASK, whole),
         (NEEDLES_TASK, needles),
     ]
     return [

@@ -263,13 +263,19 @@ def test_one_document_and_how_much_is_read_are_said_first(source, tmp_path, caps
     assert run(capsys, *words, "--device", "cuda:9")[0] == 2
 
 
-@pytest.mark.parametrize("text", ["", "too short"])
-def test_a_text_that_is_refused_is_so_before_anything_is_printed(text, source, tmp_path, capsys):
+@pytest.mark.parametrize("tokens", [0, 2, TO])
+def test_a_text_that_is_refused_is_so_before_anything_is_printed(tokens, source, tmp_path, capsys):
+    """The last token that is read predicts one more, which a text of T tokens has not."""
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    ids = tokenizer(some_text(600), add_special_tokens=False)["input_ids"][:tokens]
+    text = tokenizer.decode(ids)
+    assert len(tokenizer(text, add_special_tokens=False)["input_ids"]) == tokens
     (tmp_path / "a.txt").write_text(text)
     words = extend(source, tmp_path / "target")
     words[4] = str(tmp_path / "a.txt")
     code, said, err = run(capsys, *words)
-    assert (code, said) == (2, "") and f"{tmp_path / 'a.txt'}: " in err
+    why = f"no document of at least {TO + 1} tokens" if tokens else "the file is empty: name one"
+    assert (code, said) == (2, "") and f"{tmp_path / 'a.txt'}: {why}" in err
 
 
 def test_a_model_that_takes_no_method_is_refused_before_anything_is_measured(
@@ -496,9 +502,9 @@ def test_an_extended_model_is_refused_before_anything_is_said(source, tmp_path, 
     for words in ([], ["--to", 200]):
         code, said, err = run(capsys, "extend", tmp_path / "first", tmp_path / "second", *words)
         assert (code, said) == (2, "") and "first was extended by yarn already" in err
-        (words,) = re.findall(r"coca (extend .*)", err)
-        assert words == f"extend {source.name} {tmp_path / 'second'}"
-    assert run(capsys, *words.replace(source.name, str(source)).split())[0] == 0
+        (proposed,) = re.findall(r"coca (extend .*)", err)
+        assert proposed == " ".join(map(str, ["extend", source.name, tmp_path / "second", *words]))
+    assert run(capsys, *proposed.replace(source.name, str(source)).split())[0] == 0
     (tmp_path / "first" / "README.md").unlink()
     code, _, err = run(capsys, "extend", tmp_path / "first", tmp_path / "third")
     assert code == 2 and "start from the original, the model that it was made from" in err
