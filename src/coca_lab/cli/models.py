@@ -224,13 +224,15 @@ def _compare(
     _print_training_length(plain.config, wanted.length)
     # Methods that compute the same share their readings.
     count = len({str(item.keys) for each in measurements for item in each.items})
-    names = ", ".join(each.name for each in methods)
+    names = ", ".join(each.method for each in methods)
     print(f"Measuring {names}: {count:,} readings of up to {to:,} tokens")
+    left_out = list[str]()
     if wanted.method == "auto":
-        for method, error in refused.items():
-            print(f"Not measured: {method} ({error})")
+        left_out += [f"Not measured: {method} ({error})" for method, error in refused.items()]
         named = [f"{row.name} ({row.left_out})" for row in METHODS.values() if row.left_out]
-        print(f"Not measured unless named with --method: {', '.join(named)}")
+        left_out.append(f"Not measured unless named with --method: {', '.join(named)}")
+    for line in left_out:
+        print(line)
     sys.stdout.flush()  # into files, too: what follows takes hours
     # One process writes a store; checks on other texts have theirs.
     text = str(Path(check.check).resolve()) if Path(check.check).exists() else check.check
@@ -269,6 +271,7 @@ def _compare(
         decision=" ".join([reason, *choice.warnings]),
         training_length=length,
         readings=readings,
+        left_out=left_out,
     )
     content = {"check": record.model_dump(), "results": cells}
     if taken is None:
@@ -283,7 +286,7 @@ def _compare(
     print("The rule and all tables are in the model card, README.md.")
     shown = [markdown_table(*table) for table in printed_tables(cells)]
     compared = markdown_table(columns, header, rows)
-    report = [reason, *choice.warnings, compared, *lost, RULE]
+    report = [reason, *choice.warnings, compared, *lost, *left_out, RULE]
     return taken, "\n\n".join([*report, *shown]), content
 
 

@@ -16,7 +16,14 @@ from coca_lab.evaluation.choice import Choice, Read
 from coca_lab.evaluation.needles import NEEDLES_TASK, last_alone, needle_texts
 from coca_lab.evaluation.perplexity import PERPLEXITY_TASK, perplexity_texts
 from coca_lab.evaluation.task import Cell, Measurement, Model
-from coca_lab.intervals import DocumentScore, mean_nats, nats_interval, perplexity
+from coca_lab.intervals import (
+    FEWEST_DOCUMENTS,
+    DocumentScore,
+    mean_nats,
+    nats_interval,
+    perplexity,
+    scored_documents,
+)
 from coca_lab.settings.commands import CheckSettings
 from coca_lab.settings.evaluations import NeedleSettings, PerplexitySettings
 from coca_lab.settings.sources import TextSettings
@@ -108,10 +115,11 @@ def _probability(read: Read, *, beyond: bool) -> Probability | None:
     found, needles = read.found(beyond=beyond)
     if not needles:
         return None
-    interval = nats_interval(scores)
+    documents = scored_documents(scores)
+    interval = nats_interval(scores) if documents >= FEWEST_DOCUMENTS else None
     ends = None if interval is None else [math.exp(-max(nats, 0.0)) for nats in reversed(interval)]
     value = math.exp(-mean_nats(scores))
-    return Probability(value=value, ci95=ends, found=found, needles=needles)
+    return Probability(value=value, ci95=ends, documents=documents, found=found, needles=needles)
 
 
 def measurements_of_check(
@@ -225,7 +233,7 @@ def check_of_cells(
             others=others,
             margins=settings.margins,
         ),
-        methods={method.name: method for method in methods},
+        methods={read.method: method for read, method in zip(others, methods, strict=True)},
     )
 
 
@@ -261,7 +269,7 @@ def _read(
     found = [cell for cell in cells if cell["scaling"] in scalings]
     row = METHODS[method.method]
     return Read(
-        method=method.name,
+        method=replace(method, length=None).name,  # L is that of all
         engines=engines_of(method.method, quantised),
         length=length,
         perplexity={

@@ -132,6 +132,7 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, find
     (content,) = read_results([tmp_path / "target"])
     caveats = [line for line in said.splitlines() if line.startswith("The documents do not show")]
     kept = content["check"]["decision"]
+    assert content["check"]["left_out"] == lines[2:4] and all(each in card for each in lines[2:4])
     assert caveats and kept.split(". The documents do")[0] + "." == decision
     assert all(line in kept for line in caveats)
     assert [each["word"] for each in content["check"]["readings"]] == [*words.values()]
@@ -225,7 +226,7 @@ def test_a_method_that_is_named_is_written_whatever_the_check_says(source, tmp_p
     assert (
         "\n\nyarn: cannot tell with 1 document\n\n" in card and "\nyarn: cannot tell with" in said
     )
-    assert "YaRN to 1.875 L" in card
+    assert "YaRN to 1.88 L" in card
 
 
 def test_where_no_method_finds_the_numbers_none_is_taken(source, tmp_path, capsys):
@@ -313,14 +314,18 @@ def test_a_method_can_be_named(method, source, tmp_path, capsys):
     assert difference(logits(model, longer), logits(base, longer)) > 1e-4
 
 
-def test_results_of_a_check_have_the_length_that_is_set(source, tmp_path, capsys):
+def test_results_of_a_check_have_the_length_that_is_set(source, tmp_path, finds, capsys):
     """Not the 160 of the configuration: multiples of L in tables and reports are of it."""
-    words = extend(source, tmp_path / "target", "--length", 100, "--method", "yarn")
+    words = extend(source, tmp_path / "target", "--length", 100)
     code, said, err = run(capsys, *words)
     assert code == 0, err
     assert "Training length: 100 tokens (--length)" in said
     (content,) = read_results([tmp_path / "target"])
     assert {cell["training_length"] for cell in content["results"]} == {100}
+    # Which is said once, and not with every method.
+    assert re.match(r"\w+ is taken: ", content["check"]["decision"])
+    assert "length=" not in content["check"]["decision"]
+    assert "length=" not in (tmp_path / "target" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("method", ["auto", "yarn"])
