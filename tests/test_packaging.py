@@ -80,5 +80,7 @@ def test_the_built_package_runs_alone(tmp_path, kind):
     assert file.startswith(str(tmp_path)) and there == ["True", "True"]
     coca = tmp_path / "venv" / "bin" / "coca"
     assert "usage: coca" in subprocess.run([coca, "--help"], capture_output=True, text=True).stdout
-    listed = subprocess.run([coca, "recipes"], capture_output=True, text=True, cwd=tmp_path).stdout
+    listed = subprocess.run(
+        [coca, "recipes", "--all"], capture_output=True, text=True, cwd=tmp_path
+    ).stdout
     assert all(f"  {name} " in listed for name in ("passkey-1m", "quickstart", "small"))

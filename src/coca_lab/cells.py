@@ -260,13 +260,15 @@ class Probability(Record):
 
     Attributes:
         value: The mean.
-        ci95: Its interval over documents.
+        ci95: Its interval over documents; None with fewer than `FEWEST_DOCUMENTS`.
+        documents: How many documents have such numbers; None in older files.
         found: How many of the numbers are found whole; None in older files.
         needles: How many there are.
     """
 
     value: Fraction
     ci95: Interval | None = None
+    documents: Natural | None = None
     found: Natural | None = None
     needles: Natural | None = None
 
@@ -296,11 +298,15 @@ class MethodReading(Record):
 
 
 class CheckRecord(Record):
-    """Which method a check takes, why, and what it compared; L is the ``training_length``."""
+    """Which method a check takes, why, and what it compared; L is the ``training_length``.
+
+    ``left_out`` are lines that say which methods were not measured, and why; older files have none.
+    """
 
     decision: str
     training_length: Whole
     readings: list[MethodReading]
+    left_out: list[str] = []
 
 
 CELLS: dict[str, type[CheckedCell]] = {

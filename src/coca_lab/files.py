@@ -116,7 +116,13 @@ def hold(path: Path, what: Path | None = None) -> Iterator[None]:
         lock.acquire()
     except Timeout as error:
         if not path.exists():  # filelock takes a folder without files, such as /proc, for busy
-            raise UserError(f"{what or path.parent} cannot be written") from error
+            try:
+                path.touch()
+            except OSError as refused:
+                raise UserError(
+                    f"{what or path.parent} cannot be written ({refused.strerror}): name another "
+                    "folder"
+                ) from refused
         raise UserError(
             f"{what or path.parent} is in use by another process: wait until it ends, or write "
             "elsewhere"
@@ -197,12 +203,20 @@ def check_may_be_model(name: str | Path) -> None:
     has_parent = folder.parent != Path() and folder.parent.is_dir()
     is_path = folder.is_absolute() or str(name).startswith(("./", "../"))
     is_path |= str(name).endswith("/")
-    is_path |= has_parent
     is_path |= str(name).partition("@")[0].count("/") > 1  # a revision may have more: refs/pr/1
     if folder.is_file():
-        raise UserError(f"{name} is a file: name the model's folder, such as {folder.parent}")
-    if is_path and not folder.is_dir():
-        raise UserError(f"{name}: there is no such folder; check the path (here: {Path.cwd()})")
+        found = (folder.parent / "config.json").is_file()
+        such_as = f", such as {folder.parent}" if found else ""
+        raise UserError(f"{name} is a file: name the model's folder{such_as}")
+    if (is_path or has_parent) and not folder.is_dir():
+        hub = (
+            f"; the Hub is not asked, because there is a folder {folder.parent} here: for a model "
+            "there, run the command in another folder"
+        )
+        raise UserError(
+            f"{name}: there is no such folder; check the path (here: {Path.cwd()})"
+            f"{'' if is_path else hub}"
+        )
 
 
 def check_model_folder(name: str | Path) -> None:

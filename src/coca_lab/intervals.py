@@ -15,6 +15,9 @@ NORMAL = 1.959963984540054
 FEW_DOCUMENTS = 10
 """With fewer, no interval is reliable: one unusual document may be missing from the sample."""
 
+FEWEST_DOCUMENTS = 3
+"""With fewer, no interval is shown: that of two, by one degree of freedom, may span decades."""
+
 
 @dataclass(frozen=True)
 class DocumentScore:
@@ -29,6 +32,11 @@ class DocumentScore:
         """That of a document of a result file, which has null where nats overflowed."""
         nats = math.inf if document["nats"] is None else document["nats"]
         return cls(document.get("id", ""), nats, document["tokens"])
+
+
+def scored_documents(scores: Iterable[DocumentScore]) -> int:
+    """How many documents have scored tokens."""
+    return sum(score.tokens > 0 for score in scores)
 
 
 def perplexity(scores: Iterable[DocumentScore]) -> float:

@@ -263,7 +263,8 @@ CASES = {
                             "is there and no result file"),
     "command of before": (lambda p: ["analyze", p.model], "coca analyze: angles of queries and"),
     # Of two mistakes, the one that is told is the one that was looked for first.
-    "target": (lambda p: ["extend", p.model, "/proc/x"], "/proc/x cannot be written"),
+    "target": (lambda p: ["extend", p.model, "/proc/x"],
+               "/proc/x cannot be written (No such file or directory): name another folder"),
     "target of an export": (lambda p: ["export", p.model, "/proc/x"], "/proc/x cannot be written"),
     "form to convert to": (convert("--form", "stric", make=lambda p: p.copy(
         "llama-rope", model_safetensors=b"")), "coca: error: --form must be"),

@@ -46,7 +46,7 @@ def test_folders_that_hold_no_model_are_refused(tmp_path, capsys):
 def test_the_machine_is_described(capsys):
     shown = rows(run(capsys, "info")[1])
     assert f"torch {version('torch')}" in shown["versions"]
-    assert shown["CUDA of torch"] and "cores" in shown["processor"]
+    assert shown["CUDA of torch"] and int(shown["cores"]) >= 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell the memory")

@@ -10,6 +10,7 @@ from huggingface_hub import constants
 
 from coca_attention.errors import UserError
 from coca_lab.data import load_tokenizer
+from coca_lab.files import check_may_be_model
 from coca_lab.fingerprints import model_fingerprint
 from coca_lab.folders import made_from
 from coca_lab.loading import load_model, weight_files
@@ -61,6 +62,28 @@ def test_a_revision_that_is_not_there_is_named(hub):
     for load in (load_model, load_tokenizer, model_fingerprint, weight_files):
         with pytest.raises(UserError, match=rf"^{NAME}@step2: there is no such folder here"):
             load(f"{NAME}@step2")
+
+
+def test_a_path_that_is_no_folder_says_what_to_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lab").mkdir()
+    for file in ("books.jsonl", "lab/config.json"):
+        Path(file).touch()
+    for name, what in {
+        "books.jsonl": "is a file: name the model's folder",
+        "lab/config.json": "is a file: name the model's folder, such as lab",
+    }.items():
+        with pytest.raises(UserError, match=f"^{name} {what}$"):
+            check_may_be_model(name)
+    # A name of the Hub where its owner's name is a folder here is told from paths.
+    where = rf"there is no such folder; check the path \(here: {tmp_path}\)"
+    with pytest.raises(
+        UserError, match=rf"^lab/tyni: {where}; the Hub is not asked, because .* lab"
+    ):
+        check_may_be_model("lab/tyni")
+    for name in ("./lab/tyni", "lab/tiny/x", f"{tmp_path}/tyni"):
+        with pytest.raises(UserError, match=f"^{name}: {where}$"):
+            check_may_be_model(name)
 
 
 def test_a_folder_with_an_at_sign_is_a_folder(model_folder, tmp_path, monkeypatch):

@@ -180,8 +180,8 @@ def _shift(asked: Asked, near: int | None, first: int | None) -> tuple[int, int]
     smallest = max(to - length + first, first + 1)
     if smallest > length:
         raise UserError(
-            f"shifted distances read at most {2 * length - first:,} tokens here: choose a smaller "
-            f"`to` than {to:,}, or leaky or limited for longer texts"
+            f"shifted distances read at most {2 * length - first:,} tokens here, got {to:,}: "
+            f"choose `to` {2 * length - first}, or leaky or limited for longer texts"
         )
     if near is None:
         near = (to + first) // 2 if to > length else max(smallest, length // 3)

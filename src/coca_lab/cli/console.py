@@ -9,7 +9,7 @@ from datetime import timedelta
 
 from rich import progress
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 log = logging.getLogger(__name__)
 
@@ -25,15 +25,20 @@ class ProgressBar:
 
     def __enter__(self) -> Callable[[str, int, int], None]:
         self.bar = progress.Progress(
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(),
-            progress.TimeRemainingColumn(),
+            # In a narrow terminal the label has two lines, so that the times are whole.
+            progress.TextColumn("{task.description}", table_column=Column()),
+            progress.BarColumn(bar_width=10, table_column=Column(no_wrap=True)),
+            progress.TimeElapsedColumn(table_column=Column(no_wrap=True)),
+            "elapsed,",
+            progress.TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            "left",
             console=Console(stderr=True),
             transient=True,
             speed_estimate_period=math.inf,
         )
         self.task = self.bar.add_task("")
         self.label = ""
+        self.started = time.monotonic()
         self.began: tuple[float, int] | None = None
         self.ends = 0.0
         self.has_ended = threading.Event()
@@ -68,9 +73,12 @@ class ProgressBar:
             self._say()
 
     def _say(self) -> None:
-        left = round(self.ends - time.monotonic())
-        more = f", {timedelta(seconds=left)} left" if left > 0 else ""
-        log.info("%s%s", self.label, more)
+        now = time.monotonic()
+        parts = [self.label]
+        for name, seconds in {"elapsed": now - self.started, "left": self.ends - now}.items():
+            if round(seconds) > 0:
+                parts.append(f"{timedelta(seconds=round(seconds))} {name}")
+        log.info("%s", ", ".join(parts))
 
     def __exit__(self, *_: object) -> None:
         self.has_ended.set()

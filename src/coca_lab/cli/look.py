@@ -24,7 +24,9 @@ def info_command(path: str | None) -> None:
         rows = {
             "versions": ", ".join(versions),
             "system": here["system"],
-            "processor": f"{here['processor']}, {here['cores']} cores, {here['threads']} threads",
+            "processor": here["processor"],
+            "cores": str(here["cores"]),
+            "threads of torch": str(here["threads"]),
             "GPUs": ", ".join(here["gpus"]) or "none",
             "CUDA of torch": torch.version.cuda or "none",
         }

@@ -1,6 +1,7 @@
 """Commands that turn models into others: extend, convert and export."""
 
 import logging
+import sys
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -99,10 +100,11 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
     extended = extension_of(config.get_text_config())
     original = made_from(path) if extended else None
     if extended and original:
+        to_typed = f" --to {wanted.to}" if wanted.to else ""
         raise UserError(
             f"{path} was extended by {extended['method']} already, and a second method would act "
             "on top of the first: start from the original, which its card names: "
-            f"coca extend {original} {target}"
+            f"coca extend {original} {target}{to_typed}"
         )
     length, to = extended_lengths(config, wanted.to, wanted.length, METHODS.get(wanted.method))
     report = ""
@@ -156,12 +158,15 @@ def _say_what_is_taken(
     """Say which method is taken unmeasured, why not the preferred one, and what it does."""
     print(f"Method: {method}, the default; --check TEXT measures which one reads best")
     preferred = DEFAULTS[0]
-    if preferred in refused:  # the others for much the same reason, if at all
+    if method == "limited":
+        log.warning(
+            f"limited finds little farther back than {length:,} tokens, and {preferred} is not "
+            f"possible: {refused[preferred]}"
+        )
+    elif preferred in refused:  # the others for much the same reason, if at all
         why = as_typed_in("extend", str(refused[preferred]))
         print(f"Not possible: {preferred} ({why})")
     if METHODS[method].within == "exact":
-        if method == "limited":
-            print(f"It finds little farther back than {length:,} tokens")
         print(f"Texts of up to {length:,} tokens are computed as before")
         engines = in_words(METHODS["yarn"].engines)
         print(f"With --method yarn short texts change; it runs in {engines}")
@@ -219,7 +224,16 @@ def _compare(
     _print_training_length(plain.config, wanted.length)
     # Methods that compute the same share their readings.
     count = len({str(item.keys) for each in measurements for item in each.items})
-    print(f"Measuring {len(methods)} methods: {count:,} readings of up to {to:,} tokens")
+    names = ", ".join(each.method for each in methods)
+    print(f"Measuring {names}: {count:,} readings of up to {to:,} tokens")
+    left_out = list[str]()
+    if wanted.method == "auto":
+        left_out += [f"Not measured: {method} ({error})" for method, error in refused.items()]
+        named = [f"{row.name} ({row.left_out})" for row in METHODS.values() if row.left_out]
+        left_out.append(f"Not measured unless named with --method: {', '.join(named)}")
+    for line in left_out:
+        print(line)
+    sys.stdout.flush()  # into files, too: what follows takes hours
     # One process writes a store; checks on other texts have theirs.
     text = str(Path(check.check).resolve()) if Path(check.check).exists() else check.check
     about = [model.identity, text]
@@ -253,15 +267,11 @@ def _compare(
     lost = verdicts(readings)
     for line in lost:
         print(line)
-    if wanted.method == "auto":
-        for method, error in refused.items():
-            print(f"Not measured: {method} ({error})")
-        named = [f"{row.name} ({row.left_out})" for row in METHODS.values() if row.left_out]
-        print(f"Not measured unless named with --method: {', '.join(named)}")
     record = CheckRecord(
         decision=" ".join([reason, *choice.warnings]),
         training_length=length,
         readings=readings,
+        left_out=left_out,
     )
     content = {"check": record.model_dump(), "results": cells}
     if taken is None:
@@ -276,7 +286,7 @@ def _compare(
     print("The rule and all tables are in the model card, README.md.")
     shown = [markdown_table(*table) for table in printed_tables(cells)]
     compared = markdown_table(columns, header, rows)
-    report = [reason, *choice.warnings, compared, *lost, RULE]
+    report = [reason, *choice.warnings, compared, *lost, *left_out, RULE]
     return taken, "\n\n".join([*report, *shown]), content
 
 

@@ -27,6 +27,7 @@ from coca_lab.settings.commands import (
     ExtendSettings,
     FolderSettings,
     GenerateSettings,
+    ListSettings,
     LoadingSettings,
     ReadingSettings,
     ReportSettings,
@@ -102,7 +103,7 @@ OPTIONS = {
     "extend": Options(("model", "target"), (ExtendSettings, CheckSettings)),
     "generate": Options(("model", "prompt"), (GenerateSettings,)),
     "info": Options(("model?",)),
-    "recipes": Options(("recipe?",)),
+    "recipes": Options(("recipe?",), (ListSettings,)),
     "report": Options(("results+",), (ReportSettings,)),
     "serve": Options(("model",), (ServeSettings,)),
 }

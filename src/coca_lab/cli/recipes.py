@@ -10,6 +10,7 @@ from pathlib import Path
 from coca_attention.errors import UserError, did_you_mean, error_prefix
 from coca_lab.options import first_sentence
 from coca_lab.recipe import load_recipe
+from coca_lab.settings.commands import ListSettings
 from coca_lab.yaml_files import FILE_KINDS, USES, shipped
 
 NAMES = 29
@@ -22,7 +23,7 @@ FIRST = {
 """Those to begin with, in this order; the others repeat a result."""
 
 
-def recipes_command(name: str | None) -> None:
+def recipes_command(name: str | None, wanted: ListSettings) -> None:
     """List the project's recipes and studies, or print one to change it."""
     if name is None:
         # Into a file or a pipe, lines are whole.
@@ -43,9 +44,14 @@ def recipes_command(name: str | None) -> None:
         for kind, folder in FILE_KINDS.items():
             first = {each: left[kind].pop(each) for each in FIRST[kind]}
             show(f"{folder} to begin with ({USES[kind]} NAME):", first)
-        for kind, folder in FILE_KINDS.items():
-            show(f"{folder} that repeat results/ and the paper ({USES[kind]} NAME):", left[kind])
+        if wanted.all:
+            for kind, folder in FILE_KINDS.items():
+                others = f"{folder} that repeat results/ and the paper ({USES[kind]} NAME):"
+                show(others, left[kind])
         print("\ncoca recipes NAME prints one, with what it needs.")
+        if not wanted.all:
+            count = sum(map(len, left.values()))
+            print(f"coca recipes --all lists {count} more, which repeat results/ and the paper.")
         return
     kind, _, rest = name.removesuffix(".yaml").rpartition("/")
     for each, folder in FILE_KINDS.items():

@@ -109,7 +109,7 @@ def text_fingerprint(source: str) -> str:
 
 def _file_documents(path: Path, text_field: str, bad_lines: BadLines) -> Iterator[Document]:
     if path.stat().st_size == 0:
-        raise DataError(f"{path}: the file is empty")
+        raise DataError(f"{path}: the file is empty: name one that has text, or remove it")
     kind, _ = kind_of(path)
     if kind == TOKEN_IDS:
         raise DataError(f"{path}: has token ids, which training alone reads")
@@ -121,7 +121,7 @@ def _file_documents(path: Path, text_field: str, bad_lines: BadLines) -> Iterato
     if "\0" in text:
         raise DataError(f"{path}: has a NUL byte; expected text, not binary data")
     if not text.strip():
-        raise DataError(f"{path}: the file holds no text")
+        raise DataError(f"{path}: the file holds no text: name one that has, or remove it")
     yield Document(str(path), text)
 
 

@@ -14,9 +14,16 @@ from coca_attention.models.methods import PACKAGE, UNTRIED
 from coca_lab.cells import ATTEND_LAST, MethodReading, Probability
 from coca_lab.evaluation.choice import Choice, Read
 from coca_lab.evaluation.needles import NEEDLES_TASK, last_alone, needle_texts
-from coca_lab.evaluation.perplexity import PERPLEXITY_TASK
+from coca_lab.evaluation.perplexity import PERPLEXITY_TASK, perplexity_texts
 from coca_lab.evaluation.task import Cell, Measurement, Model
-from coca_lab.intervals import DocumentScore, mean_nats, nats_interval, perplexity
+from coca_lab.intervals import (
+    FEWEST_DOCUMENTS,
+    DocumentScore,
+    mean_nats,
+    nats_interval,
+    perplexity,
+    scored_documents,
+)
 from coca_lab.settings.commands import CheckSettings
 from coca_lab.settings.evaluations import NeedleSettings, PerplexitySettings
 from coca_lab.settings.sources import TextSettings
@@ -108,10 +115,11 @@ def _probability(read: Read, *, beyond: bool) -> Probability | None:
     found, needles = read.found(beyond=beyond)
     if not needles:
         return None
-    interval = nats_interval(scores)
+    documents = scored_documents(scores)
+    interval = nats_interval(scores) if documents >= FEWEST_DOCUMENTS else None
     ends = None if interval is None else [math.exp(-max(nats, 0.0)) for nats in reversed(interval)]
     value = math.exp(-mean_nats(scores))
-    return Probability(value=value, ci95=ends, found=found, needles=needles)
+    return Probability(value=value, ci95=ends, documents=documents, found=found, needles=needles)
 
 
 def measurements_of_check(
@@ -148,6 +156,12 @@ def measurements_of_check(
     )
     short = min(SHORT, max(1, lengths[0] // 4))
     beginning = {**vars(text), "max_tokens": SHORT_TEXTS * short + 1}
+    whole = PerplexitySettings(
+        **vars(text),
+        windows=lengths,
+        stride=max(1, min(SCORED_TOKENS, lengths[0] // 4)),
+        attend_last=length,
+    )
     needles = NeedleSettings(
         **vars(text),
         lengths=lengths,
@@ -155,6 +169,8 @@ def measurements_of_check(
         near=length,
         attend_last=length,
     )
+    # First the task that needs a token more, so that a text too short for both is told so.
+    documents = len(perplexity_texts(model, whole))
     hidden = needle_texts(model, needles)
     distances = [
         needle.distance
@@ -168,7 +184,6 @@ def measurements_of_check(
             f"which method reads farther: hide more (`check_numbers`, {settings.check_numbers} "
             f"now), or read longer texts (`to`, {to:,} now)"
         )
-    documents = len(hidden[lengths[-1]])
     log.info(
         "documents to read: %d of more than %s tokens (at most %d: `check_documents`)",
         documents,
@@ -184,15 +199,7 @@ def measurements_of_check(
     tasks = [
         # The shortest texts first, after which the time that is left can be estimated.
         (PERPLEXITY_TASK, PerplexitySettings(**beginning, windows=[short])),
-        (
-            PERPLEXITY_TASK,
-            PerplexitySettings(
-                **vars(text),
-                windows=lengths,
-                stride=max(1, min(SCORED_TOKENS, lengths[0] // 4)),
-                attend_last=length,
-            ),
-        ),
+        (PERPLEXITY_TASK, whole),
         (NEEDLES_TASK, needles),
     ]
     return [
@@ -226,7 +233,7 @@ def check_of_cells(
             others=others,
             margins=settings.margins,
         ),
-        methods={method.name: method for method in methods},
+        methods={read.method: method for read, method in zip(others, methods, strict=True)},
     )
 
 
@@ -262,7 +269,7 @@ def _read(
     found = [cell for cell in cells if cell["scaling"] in scalings]
     row = METHODS[method.method]
     return Read(
-        method=method.name,
+        method=replace(method, length=None).name,  # L is that of all
         engines=engines_of(method.method, quantised),
         length=length,
         perplexity={

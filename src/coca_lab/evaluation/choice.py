@@ -16,12 +16,12 @@ from coca_lab.intervals import DocumentScore, differences, mean_nats, nats_inter
 from coca_lab.settings.commands import Margins
 
 RULE = (
-    "A method may be taken if it shows no loss within L, the training length: at every length the "
-    "95% intervals of its loss, in perplexity and in nats a digit of numbers hidden in the text, "
-    "end below the margins. Of these, the one that gives digits beyond L the highest probability "
-    "is taken, or of those that the documents do not part from it the one that most engines run "
-    "without this package; none if it is not shown to be better there than a guess and than the "
-    "model as it is."
+    "A method can be taken if no loss is shown in texts of up to L tokens, the training length: "
+    "the 95% intervals of what it loses, in perplexity and in nats a digit, end below the margins. "
+    "Of these, the one is taken that gives digits of numbers farther back than L the highest "
+    "probability; if the documents show no difference between it and others, the one of them that "
+    "runs in most engines without this package. None is taken if the documents do not show that "
+    "the best gives these digits a higher probability than a guess and than the model as it is."
 )
 
 

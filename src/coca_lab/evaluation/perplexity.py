@@ -113,17 +113,22 @@ def measure_perplexity(
     model: Model, settings: PerplexitySettings, method: MethodSettings
 ) -> list[Measurement]:
     """Perplexity of documents at every window size, and of ``attend_last``: a cell each."""
-    name = str(settings)
-    needed = settings.tokens_needed
-    if name not in model.texts:  # read once for a model, whatever the method
-        model.texts[name] = load_text(settings, model.tokenizer, at_least=needed)
-    documents: list[TokenDocument] = model.texts[name]
+    documents = perplexity_texts(model, settings)
     largest = max(int(document.tokens.max()) for document in documents)
     check_vocabulary(model.module, model.tokenizer, largest)
     if settings.targets == "one-pass":
         # The last input of the only window predicts the token after it.
-        documents = [replace(d, tokens=d.tokens[:needed]) for d in documents]
+        documents = [replace(d, tokens=d.tokens[: settings.tokens_needed]) for d in documents]
     return [_measure_cell(model, each) for each in _readings(documents, settings, method)]
+
+
+def perplexity_texts(model: Model, settings: PerplexitySettings) -> list[TokenDocument]:
+    """The documents to score; read once for a model, whatever the method."""
+    name = str(settings)
+    if name not in model.texts:
+        needed = settings.tokens_needed
+        model.texts[name] = load_text(settings, model.tokenizer, at_least=needed)
+    return model.texts[name]
 
 
 def _readings(

@@ -4,7 +4,7 @@ import pandas as pd
 
 from coca_lab.cells import CheckRecord, Probability
 from coca_lab.report.charts import DotChart
-from coca_lab.report.section import Entry, Section
+from coca_lab.report.section import TOO_FEW, Entry, Section
 
 GUESS = 0.1
 """The probability of a digit that is guessed."""
@@ -26,6 +26,7 @@ def check_section(check: CheckRecord) -> Section:
         "than L tokens; a guess has 10%. Small, and lines of the chart: 95% intervals over "
         "documents, and how many numbers are found whole."
     )
+    note = " ".join([note, *(f"{line}." for line in check.left_out)])
     return Section(
         f"Methods compared, L = {length} tokens",
         chart=check_chart(check),
@@ -71,6 +72,8 @@ def _entry(found: Probability | None) -> str | Entry:
         return "–"
     low, high = found.ci95 or (None, None)
     small = [] if low is None or high is None else [f"{low:.0%} to {high:.0%}"]
+    if found.documents == 2:
+        small = [TOO_FEW]
     if found.found is not None:
         small.append(f"{found.found} of {found.needles} found")
     return Entry(f"{found.value:.0%}", ", ".join(small))

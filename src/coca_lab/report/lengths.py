@@ -14,9 +14,16 @@ import pandas as pd
 
 from coca_attention.errors import UserError
 from coca_lab.cells import ATTEND_LAST, Figure
-from coca_lab.intervals import DocumentScore, differences, mean_nats, nats_interval
+from coca_lab.intervals import (
+    FEWEST_DOCUMENTS,
+    DocumentScore,
+    differences,
+    mean_nats,
+    nats_interval,
+    scored_documents,
+)
 from coca_lab.report.charts import MOST, Frame, LineChart
-from coca_lab.report.section import Entry, Section, more_or_fewer, number
+from coca_lab.report.section import TOO_FEW, Entry, Section, more_or_fewer, number
 
 SCALING_NAMES = {
     "none": "",
@@ -108,8 +115,13 @@ def line_label(cell: Figure, x: int) -> str:
         return f"{cell.model}, the last {x:,} tokens alone"
     if cell.scaling.startswith(ALONE):
         return f"{cell.model}, the {cell.scaling}"
-    reach = f" to {cell.factor:g} L" if cell.factor else ""
-    return f"{cell.model} + {SCALING_NAMES.get(cell.scaling, cell.scaling)}{reach}"
+    reach = f" to {round(cell.factor, 2):g} L" if cell.factor else ""
+    # The length that the caption calls L is not said again.
+    name, _, given = cell.scaling.partition(" (")
+    options = given.removesuffix(")").split(", ")
+    said = ", ".join(each for each in options if each != f"length={cell.training_length}")
+    method = SCALING_NAMES.get(name, name) + (f" ({said})" if said else "")
+    return f"{cell.model} + {method}{reach}"
 
 
 def frame_of(points: Sequence[Point], measure: Measure) -> Frame:
@@ -120,6 +132,8 @@ def frame_of(points: Sequence[Point], measure: Measure) -> Frame:
         cell = point.cell
         last = cell.scaling == ATTEND_LAST
         low, high = point.interval or (math.nan, math.nan)
+        if scored_documents(point.scores) == 2:  # too few
+            low = high = math.nan
         row = {
             "line": line_label(cell, point.x),
             "model": cell.model,
@@ -234,6 +248,8 @@ def _entries(frame: Frame, measure: Measure) -> dict[tuple[str, int], Entry]:
         interval = ""
         if not math.isnan(row.low):
             interval = f"{measure.form(row.low)} to {measure.form(row.high)}"
+        elif scored_documents(row.scores) == 2:
+            interval = TOO_FEW
         bold = shown == best[row.x] and shown != worst[row.x]
         beside = f" ({math.exp(-row.y):.0%})" if measure.digits else ""
         entries[row.line, row.x] = Entry(f"{shown}{beside}", interval, bold)
@@ -284,6 +300,8 @@ def paired_difference(mine: Scores, theirs: Scores, ratios: bool) -> str | Entry
         shown = more_or_fewer(mean)
         first = more_or_fewer(low)
         last = more_or_fewer(high)
+    if scored_documents(between) < FEWEST_DOCUMENTS:
+        return Entry(shown, TOO_FEW)
     if low <= 0 <= high:
         shown = "the same" if first == last else f"{shown}, no difference shown"
     for word in (" more", " fewer"):

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from coca_lab.report.charts import DotChart, LineChart
 
+TOO_FEW = "too few documents"
+"""In place of the interval of two documents; one has none."""
+
 
 @dataclass(frozen=True)
 class Entry:

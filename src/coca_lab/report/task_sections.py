@@ -23,6 +23,7 @@ from coca_lab.cells import (
 )
 from coca_lab.intervals import (
     FEW_DOCUMENTS,
+    FEWEST_DOCUMENTS,
     DocumentScore,
     perplexity,
     perplexity_interval,
@@ -117,12 +118,14 @@ def _documents_caption(cells: Sequence[Perplexity]) -> str:
 
 def _intervals_over(counts: Sequence[int]) -> str:
     """What the intervals of cells with so many documents each are of."""
-    several = [count for count in counts if count > 1]
+    several = [count for count in counts if count >= FEWEST_DOCUMENTS]
     if not several:
-        return "One document, which has no interval."
+        return f"Documents: {ends(counts)}, too few for intervals."
     rough = f", fewer than {FEW_DOCUMENTS}: rough" if min(several) < FEW_DOCUMENTS else ""
     said = f"Small: 95% intervals over documents ({ends(several)}{rough})"
-    alone = "; figures of one document have none" if len(several) < len(counts) else ""
+    alone = ""
+    if len(several) < len(counts):
+        alone = f"; figures of fewer than {FEWEST_DOCUMENTS} have none"
     return f"{said}{alone}."
 
 

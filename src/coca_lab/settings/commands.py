@@ -101,6 +101,14 @@ class EndpointSettings:
 
 
 @dataclass
+class ListSettings:
+    """What is listed."""
+
+    all: bool = False
+    """Also list the recipes and studies that repeat results/ and the paper."""
+
+
+@dataclass
 class ReportSettings:
     """The report page."""
 

@@ -291,7 +291,7 @@ def test_a_broken_line_is_named_and_fatal_or_skipped(tmp_path, caplog):
         ("object.json", b'{"data": [{"text": "x"}]}', "fields: 'data'.; expected a record in each"),
         ("half.jsonl", b'{"text": "\\ud800"}', "not valid Unicode"),
         ("deep.jsonl", b"[" * 99999, "not valid JSON"),
-        ("empty.txt", b"", "the file is empty"),
+        ("empty.txt", b"", "the file is empty: name one that has text, or remove it"),
         ("blank.txt", b" \n\n", "holds no text"),
         ("blank.jsonl", b"\n\n", "no document in the file"),
         ("binary.txt", b"abc\0def\n", "NUL byte"),

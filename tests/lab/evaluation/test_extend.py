@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -95,10 +96,16 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, find
     # What is exact within L cannot lose there.
     assert words["limited"] == words[taken] == "no loss shown"
     assert f"{taken} is taken: " in said and f"{taken} is taken: " in card
-    # The decision is first, and all tables but the one that decides are in the card alone.
-    decision = next(
-        line for line in said.splitlines() if not line.startswith(("Training length", "Measuring"))
-    )
+    # First is what is measured and what is not: layers without positions are those of few models.
+    lines = said.splitlines()
+    assert [line.partition(":")[0] for line in lines[:4]] == [
+        "Training length",
+        "Measuring shifted, limited, leaky, yarn, ntk",
+        "Not measured",
+        "Not measured unless named with --method",
+    ]
+    # Then the decision, and all tables but the one that decides are in the card alone.
+    decision = lines[4]
     assert decision.startswith(f"{taken} is taken: ") and decision in card
     for text, shown in (
         ("Perplexity against the length read at once (texts 1 of 2)", False),
@@ -107,7 +114,6 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, find
     ):
         assert text in card and (text.strip("| ") in said) == shown
     # In a terminal of 80 columns every row of it is one line, and what it leaves out is below it.
-    lines = said.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("method "))
     printed = lines[start : start + len(rows) + 1]
     assert all(len(line) <= 80 for line in printed)
@@ -115,12 +121,6 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, find
     unclear = [name for name, word in words.items() if word in ("loses", "cannot tell")]
     below = lines[start + len(printed) : start + len(printed) + len(unclear)]
     assert unclear and [line.partition(":")[0] for line in below] == unclear
-    # Last is what is not measured: layers without positions are those of few models.
-    after = lines[start + len(printed) + len(unclear) :]
-    assert [line.partition(":")[0] for line in after[:2]] == [
-        "Not measured",
-        "Not measured unless named with --method",
-    ]
     assert f", {taken}, for texts of {TO} tokens; runs in Tr" in said
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
     assert model.config.max_position_embeddings == TO
@@ -132,6 +132,7 @@ def test_the_best_method_is_written_and_the_card_says_why(source, tmp_path, find
     (content,) = read_results([tmp_path / "target"])
     caveats = [line for line in said.splitlines() if line.startswith("The documents do not show")]
     kept = content["check"]["decision"]
+    assert content["check"]["left_out"] == lines[2:4] and all(each in card for each in lines[2:4])
     assert caveats and kept.split(". The documents do")[0] + "." == decision
     assert all(line in kept for line in caveats)
     assert [each["word"] for each in content["check"]["readings"]] == [*words.values()]
@@ -225,7 +226,7 @@ def test_a_method_that_is_named_is_written_whatever_the_check_says(source, tmp_p
     assert (
         "\n\nyarn: cannot tell with 1 document\n\n" in card and "\nyarn: cannot tell with" in said
     )
-    assert "YaRN to 1.875 L" in card
+    assert "YaRN to 1.88 L" in card
 
 
 def test_where_no_method_finds_the_numbers_none_is_taken(source, tmp_path, capsys):
@@ -257,19 +258,25 @@ def test_where_no_number_is_farther_back_than_the_training_length_nothing_is_dec
 def test_one_document_and_how_much_is_read_are_said_first(source, tmp_path, capsys):
     words = extend(source, tmp_path / "target", "--check-documents", 1, "--device", "cpu")
     _, said, err = run(capsys, *words)
-    assert re.search(r"^Measuring \d methods: \d+ readings of up to 300 tokens$", said, re.M)
+    assert re.search(rf"^Measuring .*: \d+ readings of up to {TO} tokens$", said, re.M)
     assert "1 document of 300 tokens cannot show whether a method loses within L" in err
     assert "documents to read: 1 of more than 300 tokens (at most 1: --check-documents)" in err
     assert run(capsys, *words, "--device", "cuda:9")[0] == 2
 
 
-@pytest.mark.parametrize("text", ["", "too short"])
-def test_a_text_that_is_refused_is_so_before_anything_is_printed(text, source, tmp_path, capsys):
+@pytest.mark.parametrize("tokens", [0, 2, TO])
+def test_a_text_that_is_refused_is_so_before_anything_is_printed(tokens, source, tmp_path, capsys):
+    """The last token that is read predicts one more, which a text of T tokens has not."""
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    ids = tokenizer(some_text(600), add_special_tokens=False)["input_ids"][:tokens]
+    text = tokenizer.decode(ids)
+    assert len(tokenizer(text, add_special_tokens=False)["input_ids"]) == tokens
     (tmp_path / "a.txt").write_text(text)
     words = extend(source, tmp_path / "target")
     words[4] = str(tmp_path / "a.txt")
     code, said, err = run(capsys, *words)
-    assert (code, said) == (2, "") and f"{tmp_path / 'a.txt'}: " in err
+    why = f"no document of at least {TO + 1} tokens" if tokens else "the file is empty: name one"
+    assert (code, said) == (2, "") and f"{tmp_path / 'a.txt'}: {why}" in err
 
 
 def test_a_model_that_takes_no_method_is_refused_before_anything_is_measured(
@@ -307,14 +314,18 @@ def test_a_method_can_be_named(method, source, tmp_path, capsys):
     assert difference(logits(model, longer), logits(base, longer)) > 1e-4
 
 
-def test_results_of_a_check_have_the_length_that_is_set(source, tmp_path, capsys):
+def test_results_of_a_check_have_the_length_that_is_set(source, tmp_path, finds, capsys):
     """Not the 160 of the configuration: multiples of L in tables and reports are of it."""
-    words = extend(source, tmp_path / "target", "--length", 100, "--method", "yarn")
+    words = extend(source, tmp_path / "target", "--length", 100)
     code, said, err = run(capsys, *words)
     assert code == 0, err
     assert "Training length: 100 tokens (--length)" in said
     (content,) = read_results([tmp_path / "target"])
     assert {cell["training_length"] for cell in content["results"]} == {100}
+    # Which is said once, and not with every method.
+    assert re.match(r"\w+ is taken: ", content["check"]["decision"])
+    assert "length=" not in content["check"]["decision"]
+    assert "length=" not in (tmp_path / "target" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("method", ["auto", "yarn"])
@@ -345,11 +356,12 @@ def test_what_is_taken_unasked_and_what_nobody_measured_is_said(source, tmp_path
     for to, measured in ((2560, True), (2561, False)):
         target = tmp_path / str(to)
         _, said, err = run(capsys, "extend", source, target, "--to", to)
-        why = f"choose a smaller --to than {to:,}, or leaky or limited for longer texts"
+        why = "choose --to 310, or leaky or limited for longer texts"
         assert "Method: limited, the default; --check TEXT" in said
-        reach = "shifted distances read at most 310 tokens here"
-        assert f"\nNot possible: shifted ({reach}: {why})\n" in said
-        assert "It finds little farther back than 160 tokens\nTexts of up to 160 tokens are" in said
+        reach = f"shifted distances read at most 310 tokens here, got {to:,}"
+        warning = "warning: limited finds little farther back than 160 tokens, and shifted is not"
+        assert f"{warning} possible: {reach}: {why}\n" in err
+        assert "\nTexts of up to 160 tokens are" in said
         assert (
             f"What it finds: coca eval needles {target} --max-documents 1 --lengths {to}\n" in said
         )
@@ -447,13 +459,22 @@ def test_a_method_that_is_not_for_a_model_is_left_out(tmp_path, source, finds, c
         assert re.search(rf"^Not measured: {method} \(.*{why}", said, re.MULTILINE)
 
 
-def test_shifted_is_left_out_of_texts_that_it_does_not_reach(source, tmp_path, capsys):
+def test_what_is_left_out_is_said_before_anything_is_measured(
+    source, tmp_path, capsys, monkeypatch
+):
     words = extend(source, tmp_path / "target", "--check-documents", 1, "--check-lengths", 300)
     words += ["--near", "161"]  # more than limited takes
     words[words.index("--to") + 1] = "400"
+    with monkeypatch.context() as patch:
+        patch.setattr(needles, "_read", Mock(side_effect=KeyboardInterrupt))
+        code, shown, _ = run(capsys, *words)
+    assert code == 130
+    reach = "shifted distances read at most 310 tokens here, got 400: choose --to 310, or leaky"
+    assert re.search(r"^Measuring leaky, yarn, ntk: \d+ readings of up to 400 tokens$", shown, re.M)
+    assert f"Not measured: shifted ({reach}" in shown
+    assert "Not measured: limited (--near, in tokens and at most L, " in shown
     _, said, err = run(capsys, *words)
-    assert "Not measured: shifted (shifted distances read at most 310 tokens here: " in said
-    assert "Not measured: limited (--near, in tokens and at most L, " in said
+    assert said.startswith(shown)
     assert "left out" not in err and "Perplexity of 300 tokens, and the prob" in said
 
 
@@ -486,9 +507,9 @@ def test_an_extended_model_is_refused_before_anything_is_said(source, tmp_path, 
     for words in ([], ["--to", 200]):
         code, said, err = run(capsys, "extend", tmp_path / "first", tmp_path / "second", *words)
         assert (code, said) == (2, "") and "first was extended by yarn already" in err
-        (words,) = re.findall(r"coca (extend .*)", err)
-        assert words == f"extend {source.name} {tmp_path / 'second'}"
-    assert run(capsys, *words.replace(source.name, str(source)).split())[0] == 0
+        (proposed,) = re.findall(r"coca (extend .*)", err)
+        assert proposed == " ".join(map(str, ["extend", source.name, tmp_path / "second", *words]))
+    assert run(capsys, *proposed.replace(source.name, str(source)).split())[0] == 0
     (tmp_path / "first" / "README.md").unlink()
     code, _, err = run(capsys, "extend", tmp_path / "first", tmp_path / "third")
     assert code == 2 and "start from the original, the model that it was made from" in err

@@ -147,6 +147,7 @@ def test_headings_name_what_was_measured(undrawn):
     share = {"value": 0.3, "ci95": [0.2, 0.4]}
     reading = {"method": "leaky", "verdict": "loses 2 %", "perplexity": None, "runs_in": "vLLM"}
     check = {"decision": "leaky is taken: beyond L < 1.26", "training_length": 1024}
+    check["left_out"] = ["Not measured: shifted (too far)"]
     for far in (None, share):
         check["readings"] = [reading | {"back": share, "far": far, "taken": True}]
         page = build_report([{"results": CELLS, "check": check}])
@@ -154,7 +155,11 @@ def test_headings_name_what_was_measured(undrawn):
         assert "<h1>Which method reads farther</h1>" in page
         assert re.findall(r"<h2>(.*)</h2>", page)[0] == "Methods compared, L = 1,024 tokens"
         assert ("Dots, a row a method" in page) == (far is not None)
+        assert "found whole. Not measured: shifted (too far)." in page
     assert "loses 2 %" in page and "<small>20% to 40%</small>" in page
+    check["readings"] = [reading | {"back": {"value": 0.3, "documents": 2}, "far": share}]
+    page = build_report([{"results": CELLS, "check": check}])
+    assert "<small>too few documents</small>" in page
     study = [{"results": CELLS, "study": {"title": "Four sizes"}}, {"results": CELLS}]
     assert "<h1>Four sizes</h1>" in build_report([study[0], *paper_figures()])
     assert "<h1>Perplexity against context length</h1>" in build_report(study[1:])

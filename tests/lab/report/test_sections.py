@@ -99,7 +99,7 @@ def test_a_table_has_figures_intervals_and_conditions_by_hand():
     assert keys.note == f"{note}L: the training context, 512 tokens."
     assert keys.chart.points[["low", "high"]].iloc[0].tolist() == [0.1, 0.9]
     assert shown(*CELLS)[BY_LENGTH].note == (
-        "One document, which has no interval. Tokens scored at a "
+        "Documents: 1, too few for intervals. Tokens scored at a "
         "length: 1,000. Stride: 64. Targets: shared. L: the training context, 64 tokens."
     )
     many = perplexity("a", 64, 2.0, documents=scored(*range(10)))
@@ -254,13 +254,41 @@ def test_differences_of_nats_are_more_or_fewer(nats, said):
     assert text([paired_difference(mine, theirs, ratios=False)]) == [said]
 
 
+def test_two_documents_have_no_interval():
+    """Theirs went from 0.24 to 2,966.5."""
+    cells = [
+        perplexity(model, 64, 40.0, documents=scored(nats, nats + 80))
+        for model, nats in (("a", 300), ("b", 330))
+    ]
+    section = shown(*cells)[BY_LENGTH]
+    assert [text(row) for row in section.rows] == [
+        ["a", "40.00 (too few documents)", ""],
+        ["b", "40.00 (too few documents)", "1.350 × (too few documents)"],
+    ]
+    assert section.note.startswith("Documents: 2, too few for intervals.")
+
+
+def test_labels_round_multiples_and_name_a_length_once():
+    about = {"factor": 16376 / 8192, "training_length": 8192}
+    cells = [
+        perplexity("a", 64, 40.0, **about | {"scaling": scaling})
+        for scaling in ("yarn (length=8192)", "limited (length=8192, near=64)", "ntk (length=4096)")
+    ]
+    assert [row[0] for row in shown(*cells)[BY_LENGTH].rows] == [
+        "a + YaRN to 2 L",
+        "a + limited (near=64) to 2 L",
+        "a + NTK (length=4096) to 2 L",
+    ]
+
+
 @pytest.mark.parametrize(
     ("counts", "said"),
     [
-        ([1, 1], "One document, which has no interval."),
+        ([1, 1], "Documents: 1, too few for intervals."),
+        ([1, 2], "Documents: 1 to 2, too few for intervals."),
         ([12, 12], "Small: 95% intervals over documents (12)."),
         ([3, 12], "Small: 95% intervals over documents (3 to 12, fewer than 10: rough)."),
-        ([1, 12], "Small: 95% intervals over documents (12); figures of one document have none."),
+        ([1, 12], "Small: 95% intervals over documents (12); figures of fewer than 3 have none."),
     ],
 )
 def test_the_note_says_which_figures_have_intervals(counts, said):
@@ -281,8 +309,8 @@ def test_needles_have_no_nats_below_zero():
     """Student's interval of few documents reaches there."""
     needles = {"distance": 9, "nats": 0.7, "found": True}
     about = {"task": "needles", "model": "a", "length": 64, "digits": 7, "text": "x"}
-    cell = {"nats": 0.1, "ci95": [-0.5, 0.7], "found": 2, "needles": 2}
-    documents = [{"id": i, "needles": [needles]} for i in range(2)]
+    cell = {"nats": 0.1, "ci95": [-0.5, 0.7], "found": 3, "needles": 3}
+    documents = [{"id": i, "needles": [needles]} for i in range(3)]
     nats, _ = shown(about | cell | {"documents": documents}).values()
     assert text(nats.rows[0]) == ["a", "0.10 (90%) (0.00 to 0.70)"]
 

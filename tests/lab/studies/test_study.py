@@ -375,7 +375,7 @@ def test_the_projects_files_are_found_by_name(capsys, tmp_path, monkeypatch):
     assert load_recipe("recipes/passkey-1m.yaml") == load_recipe("passkey-1m")  # as in a clone
     Path("passkey-1m").write_text("training: {steps: 7}")
     assert load_recipe("passkey-1m").training.steps == 7  # a file comes first
-    assert main(["recipes"]) == 0
+    assert main(["recipes", "--all"]) == 0
     listed = capsys.readouterr().out
     assert all(f"  {name} " in listed for name in (*studies, "passkey-1m", "small"))
     for name in ("passkey-1m", "studies/verdict"):
