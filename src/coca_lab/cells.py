@@ -261,14 +261,12 @@ class Probability(Record):
     Attributes:
         value: The mean.
         ci95: Its interval over documents; None with fewer than `FEWEST_DOCUMENTS`.
-        documents: How many documents have such numbers; None in older files.
         found: How many of the numbers are found whole; None in older files.
         needles: How many there are.
     """
 
     value: Fraction
     ci95: Interval | None = None
-    documents: Natural | None = None
     found: Natural | None = None
     needles: Natural | None = None
 

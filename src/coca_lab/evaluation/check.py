@@ -115,11 +115,11 @@ def _probability(read: Read, *, beyond: bool) -> Probability | None:
     found, needles = read.found(beyond=beyond)
     if not needles:
         return None
-    documents = scored_documents(scores)
-    interval = nats_interval(scores) if documents >= FEWEST_DOCUMENTS else None
+    enough = scored_documents(scores) >= FEWEST_DOCUMENTS
+    interval = nats_interval(scores) if enough else None
     ends = None if interval is None else [math.exp(-max(nats, 0.0)) for nats in reversed(interval)]
     value = math.exp(-mean_nats(scores))
-    return Probability(value=value, ci95=ends, documents=documents, found=found, needles=needles)
+    return Probability(value=value, ci95=ends, found=found, needles=needles)
 
 
 def measurements_of_check(

@@ -70,10 +70,10 @@ def _entry(found: Probability | None) -> str | Entry:
     """A probability with its interval, and the numbers found."""
     if found is None:
         return "–"
-    low, high = found.ci95 or (None, None)
-    small = [] if low is None or high is None else [f"{low:.0%} to {high:.0%}"]
-    if found.documents == 2:
-        small = [TOO_FEW]
+    small = [TOO_FEW]
+    if found.ci95 is not None:
+        low, high = found.ci95
+        small = [f"{low:.0%} to {high:.0%}"]
     if found.found is not None:
         small.append(f"{found.found} of {found.needles} found")
     return Entry(f"{found.value:.0%}", ", ".join(small))

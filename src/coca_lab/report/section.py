@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from coca_lab.report.charts import DotChart, LineChart
 
 TOO_FEW = "too few documents"
-"""In place of the interval of two documents; one has none."""
+"""In place of an interval over them."""
 
 
 @dataclass(frozen=True)

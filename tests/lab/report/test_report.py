@@ -157,7 +157,7 @@ def test_headings_name_what_was_measured(undrawn):
         assert ("Dots, a row a method" in page) == (far is not None)
         assert "found whole. Not measured: shifted (too far)." in page
     assert "loses 2 %" in page and "<small>20% to 40%</small>" in page
-    check["readings"] = [reading | {"back": {"value": 0.3, "documents": 2}, "far": share}]
+    check["readings"] = [reading | {"back": {"value": 0.3}, "far": share}]
     page = build_report([{"results": CELLS, "check": check}])
     assert "<small>too few documents</small>" in page
     study = [{"results": CELLS, "study": {"title": "Four sizes"}}, {"results": CELLS}]
