@@ -101,6 +101,8 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
     original = made_from(path) if extended else None
     if extended and original:
         to_typed = f" --to {wanted.to}" if wanted.to else ""
+        if "/" not in original and not Path(original).exists():
+            original = f"PATH/{original}"  # cards have no folders of a machine
         raise UserError(
             f"{path} was extended by {extended['method']} already, and a second method would act "
             "on top of the first: start from the original, which its card names: "

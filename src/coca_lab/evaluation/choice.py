@@ -283,15 +283,15 @@ class Choice:
         if self.finds and not self.helps:
             return (
                 "The documents do not show that beyond L a method is better than the model as it "
-                f"is, so none is taken: the best, {best.method}, gives a digit there a probability "
-                f"of {_digit(best.far)}; the model as it is {_digit(self.base.far)}, and it may "
-                "have been made for longer texts."
+                f"is, so none is taken: {best.method}, the best of those with no loss shown, gives "
+                f"a digit there a probability of {_digit(best.far)}; the model as it is "
+                f"{_digit(self.base.far)}, and it may have been made for longer texts."
             )
         if taken is None:
             return (
-                "No method that shows no loss within L finds the numbers beyond L, so none is "
-                f"taken: the best, {best.method}, gives a digit there a probability of "
-                f"{_digit(best.far)}, a guess has 10%."
+                "The documents do not show that a method finds more beyond L than a guess, so none "
+                f"is taken: {best.method}, the best of those with no loss shown, gives a digit "
+                f"there a probability of {_digit(best.far)}, a guess has 10%."
             )
         said = (
             f"{taken.method} is taken: it gives a digit beyond L a probability of "

@@ -163,8 +163,9 @@ def test_a_model_that_finds_nothing_is_said_to_say_nothing():
         f"a guess has {GUESS:.2f}. So needles cannot compare methods for it." in choice.warnings[0]
     )
     assert choice.taken is None and choice.reason == (
-        "No method that shows no loss within L finds the numbers beyond L, so none is taken: the "
-        "best, yarn, gives a digit there a probability of 7% (2.65 nats), a guess has 10%."
+        "The documents do not show that a method finds more beyond L than a guess, so none is "
+        "taken: yarn, the best of those with no loss shown, gives a digit there a probability of "
+        "7% (2.65 nats), a guess has 10%."
     )
     # Not even one that is the best by an interval.
     sure = replace(read("leaky", [2.40, 2.50, 2.60], near=2.4), engines=())
@@ -201,8 +202,9 @@ def test_a_model_that_needs_no_method_gets_none():
     assert choice.taken is None and not choice.warnings
     assert choice.reason == (
         "The documents do not show that beyond L a method is better than the model as it is, so "
-        "none is taken: the best, yarn, gives a digit there a probability of 34% (1.07 nats); the "
-        "model as it is 33% (1.10 nats), and it may have been made for longer texts."
+        "none is taken: yarn, the best of those with no loss shown, gives a digit there a "
+        "probability of 34% (1.07 nats); the model as it is 33% (1.10 nats), and it may have been "
+        "made for longer texts."
     )
     better = choice_of(base, read("yarn", [0.7, 0.8, 0.9]))
     assert better.taken is not None and better.taken.method == "yarn"

@@ -233,8 +233,8 @@ def test_where_no_method_finds_the_numbers_none_is_taken(source, tmp_path, capsy
     """Of random weights, which do no better than a guess."""
     code, said, err = run(capsys, *extend(source, tmp_path / "target"))
     assert code == 2 and "so no model is written: name one with --method" in err
-    first = next(line for line in said.splitlines() if line.startswith("No method"))
-    assert "finds the numbers beyond L, so none is taken: the best, " in first
+    first = next(line for line in said.splitlines() if line.startswith("The documents"))
+    assert "finds more beyond L than a guess, so none is taken: " in first
     assert "\nThe model does not find numbers even within L" in said
     assert not (tmp_path / "target").exists()
 
@@ -508,7 +508,9 @@ def test_an_extended_model_is_refused_before_anything_is_said(source, tmp_path, 
         code, said, err = run(capsys, "extend", tmp_path / "first", tmp_path / "second", *words)
         assert (code, said) == (2, "") and "first was extended by yarn already" in err
         (proposed,) = re.findall(r"coca (extend .*)", err)
-        assert proposed == " ".join(map(str, ["extend", source.name, tmp_path / "second", *words]))
+        assert proposed == " ".join(
+            map(str, ["extend", f"PATH/{source.name}", tmp_path / "second", *words])
+        )
     assert run(capsys, *proposed.replace(source.name, str(source)).split())[0] == 0
     (tmp_path / "first" / "README.md").unlink()
     code, _, err = run(capsys, "extend", tmp_path / "first", tmp_path / "third")
