@@ -508,10 +508,9 @@ def test_an_extended_model_is_refused_before_anything_is_said(source, tmp_path, 
         code, said, err = run(capsys, "extend", tmp_path / "first", tmp_path / "second", *words)
         assert (code, said) == (2, "") and "first was extended by yarn already" in err
         (proposed,) = re.findall(r"coca (extend .*)", err)
-        assert proposed == " ".join(
-            map(str, ["extend", f"PATH/{source.name}", tmp_path / "second", *words])
-        )
-    assert run(capsys, *proposed.replace(source.name, str(source)).split())[0] == 0
+        given = map(str, [tmp_path / "second", *words])
+        assert proposed == " ".join(["extend", f"PATH/{source.name}", *given])
+    assert run(capsys, *proposed.replace(f"PATH/{source.name}", str(source)).split())[0] == 0
     (tmp_path / "first" / "README.md").unlink()
     code, _, err = run(capsys, "extend", tmp_path / "first", tmp_path / "third")
     assert code == 2 and "start from the original, the model that it was made from" in err
