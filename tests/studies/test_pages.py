@@ -15,6 +15,7 @@ import pytest
 
 from coca_attention.errors import UserError
 from coca_lab.evaluation.check import check_of_cells
+from coca_lab.evaluation.choice import loss_of
 from coca_lab.evaluation.needles import figures, scores_of
 from coca_lab.evaluation.task import Model
 from coca_lab.files import read_json
@@ -539,6 +540,7 @@ def test_the_table_of_fresh_books_is_of_its_results():
         ("extend-fresh-texts", "extend/fresh/texts.json"),
         ("extend-twice", "extend/twice/needles.json"),
         ("extend-twice", "extend/twice/texts.json"),
+        ("extend-twice-leaky", "extend/twice/leaky.json"),
         ("qwen", "qwen/needles.json"),
         ("qwen", "qwen/texts.json"),
         ("qwen-without-factor", "qwen/without-factor/texts.json"),
@@ -553,9 +555,9 @@ def test_the_studies_of_results_have_the_settings_of_their_files(study, file):
     assert settings["models"] == recorded["models"]
     by_name = operator.itemgetter("method")
     assert sorted(settings["methods"], key=by_name) == sorted(recorded["methods"], key=by_name)
-    (task,) = recorded["tasks"]
-    read = settings["tasks"][task] | {"source": ""}
-    assert json.loads(json.dumps(read)) == recorded["tasks"][task] | {"source": ""}
+    for task in recorded["tasks"]:
+        read = settings["tasks"][task] | {"source": ""}
+        assert json.loads(json.dumps(read)) == recorded["tasks"][task] | {"source": ""}
 
 
 def test_the_studies_of_shifted_distances_have_the_settings_of_their_cells():
@@ -621,3 +623,68 @@ def test_the_doubled_passkeys_are_those_of_their_file():
     assert len(cell["samples"]) == int(prompts)
     assert sum(str(each["key"]) in each["output"] for each in cell["samples"]) == int(hits)
     assert sum(each["hit"] for each in cell["samples"]) == int(hits)
+
+
+@pytest.mark.parametrize(
+    ("file", "heading", "names"),
+    [
+        (
+            "twice/leaky.json",
+            "### Leaky distances there",
+            {"leaky distances": "leaky", "limited distances": "limited", "as it is": "none"},
+        ),
+    ],
+)
+def test_readings_near_twice_the_training_length_are_those_of_their_files(file, heading, names):
+    """The tables, and that a digit beyond L is likelier than with limited distances, by intervals."""
+    folder = ROOT / "results/extend"
+    section = (folder / "README.md").read_text("utf-8").partition(heading)[2].partition("\n#")[0]
+    far = {}
+    texts = {}
+    for cell in read_json(folder / file)["results"]:
+        if cell["task"] == "needles" and cell["length"] > 8192:
+            far[cell["scaling"]] = cell
+        elif cell["task"] == "perplexity" and cell["window"] > 8192:
+            texts[cell["scaling"]] = cell
+    for name, method in names.items():
+        ranges = far[method]["ranges"].values()
+        digits = [f"{math.exp(-part['nats']):.1%}".replace("%", " %") for part in ranges]
+        found = [str(part["found"]) for part in ranges]
+        assert [part["needles"] for part in ranges] == [20, 20]
+        shown = [f"{texts[method]['perplexity']:.2f}", *digits, *found]
+        assert cells_of_row(section, name) == shown
+    method, *_ = names.values()
+    beyond = [
+        scores_of(far[each]["documents"], far[each]["near"], True) for each in (method, "limited")
+    ]
+    pairs = differences(*beyond)
+    low, high = nats_interval(pairs)
+    more = f"{-mean_nats(pairs):.2f} nats per digit fewer than limited distances"
+    assert f"{more} ({-high:.2f} to {-low:.2f})" in " ".join(section.split())
+    _, most = nats_interval(beyond[0])
+    assert high < 0 and most < math.log(10)
+
+
+def test_what_leaky_distances_lose_within_the_training_length_cannot_be_told():
+    """By four books: the interval of perplexity has 0 and the margin, that of needles neither."""
+    folder = ROOT / "results/extend"
+    cells = [
+        cell
+        for cell in read_json(folder / "twice/leaky.json")["results"]
+        if 8192 in (cell.get("length"), cell.get("window")) and cell["scaling"] != "attend-last"
+    ]
+    read = {(cell["task"], cell["scaling"]): cell["documents"] for cell in cells}
+    documents = [
+        [DocumentScore.of(each) for each in read["perplexity", method]]
+        for method in ("leaky", "none")
+    ]
+    lost = loss_of(*documents, math.log1p(0.01))
+    low, high = (100 * math.expm1(end) for end in lost.interval)
+    page = " ".join((folder / "README.md").read_text("utf-8").split())
+    said = f"Perplexity is {100 * math.expm1(lost.mean):.1f} % higher (−{-low:.1f} to +{high:.1f})"
+    assert lost.word == "cannot tell" and said in page
+    scores = [scores_of(read["needles", method]) for method in ("leaky", "none")]
+    lost = loss_of(*scores, 0.05)
+    low, high = lost.interval
+    said = f"{-lost.mean:.2f} nats fewer than in the model as it is ({-low:.2f} fewer to {high:.2f}"
+    assert lost.word == "no loss shown" and said in page
