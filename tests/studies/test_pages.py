@@ -636,7 +636,7 @@ def test_the_doubled_passkeys_are_those_of_their_file():
     ],
 )
 def test_readings_near_twice_the_training_length_are_those_of_their_files(file, heading, names):
-    """The tables, and that a digit beyond L is likelier than with limited distances, by intervals."""
+    """The tables, and that a digit beyond L is likelier than with limited ones, by intervals."""
     folder = ROOT / "results/extend"
     section = (folder / "README.md").read_text("utf-8").partition(heading)[2].partition("\n#")[0]
     far = {}
