@@ -151,7 +151,8 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
         print(cost)
     print(f"Next: {generate_words(target)}, coca serve {target}")
     source = "" if to <= LONGEST_FILE else "--source TEXT "
-    print(f"What it finds: coca eval needles {target} {source}--max-documents 1 --lengths {to}")
+    finds = f"coca eval needles {target} {source}--max-documents 1 --lengths {to}"
+    print(f"What it finds (of the original, too, to compare): {finds}")
 
 
 def _say_what_is_taken(

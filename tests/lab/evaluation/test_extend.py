@@ -362,10 +362,8 @@ def test_what_is_taken_unasked_and_what_nobody_measured_is_said(source, tmp_path
         warning = "warning: limited finds little farther back than 160 tokens, and shifted is not"
         assert f"{warning} possible: {reach}: {why}\n" in err
         assert "\nTexts of up to 160 tokens are" in said
-        assert (
-            f"What it finds: coca eval needles {target} --max-documents 1 --lengths {to}\n" in said
-        )
-        (printed,) = re.findall(r"What it finds: coca (.*)", said)
+        assert f"compare): coca eval needles {target} --max-documents 1 --lengths {to}\n" in said
+        (printed,) = re.findall(r"What it finds .*: coca (.*)", said)
         if measured:
             output = tmp_path / "found.json"
             code, table, err = run(capsys, *printed.split(), "--output", output)
