@@ -141,10 +141,10 @@ class ExtendSettings:
     method: Literal["auto", SavedMethod] = "auto"
     """auto takes the best by --check. Without --check, auto is shifted for T up to almost 2 L and
     limited beyond, which change nothing in texts of up to L tokens, or temperature for models that
-    have layers without positions. limited (ReRoPE), leaky (Leaky ReRoPE), self_extend, shifted (STRING
-    for queries beyond L) and string (STRING) change what distances count; yarn, dynamic, ntk,
-    linear, llama3 and longrope the rotations; temperature the queries of layers without positions.
-    docs/conversion.md describes each."""
+    have layers without positions. limited (ReRoPE), leaky (Leaky ReRoPE), self_extend, shifted
+    (STRING for queries beyond L) and string (STRING) change what distances count; yarn, dynamic,
+    ntk, linear, llama3 and longrope the rotations; temperature the queries of layers without
+    positions. docs/conversion.md describes each."""
     options: dict[str, Any] = field(default_factory=dict)
     """Other options of the method by name, such as {first: 64} for shifted; docs/conversion.md
     lists them."""
