@@ -541,6 +541,7 @@ def test_the_table_of_fresh_books_is_of_its_results():
         ("extend-twice", "extend/twice/needles.json"),
         ("extend-twice", "extend/twice/texts.json"),
         ("extend-twice-leaky", "extend/twice/leaky.json"),
+        ("extend-reach", "extend/reach/results.json"),
         ("qwen", "qwen/needles.json"),
         ("qwen", "qwen/texts.json"),
         ("qwen-without-factor", "qwen/without-factor/texts.json"),
@@ -633,6 +634,11 @@ def test_the_doubled_passkeys_are_those_of_their_file():
             "### Leaky distances there",
             {"leaky distances": "leaky", "limited distances": "limited", "as it is": "none"},
         ),
+        (
+            "reach/results.json",
+            "### Shifted distances at 2 L − w",
+            {"shifted distances": "shifted", "limited distances": "limited"},
+        ),
     ],
 )
 def test_readings_near_twice_the_training_length_are_those_of_their_files(file, heading, names):
@@ -663,6 +669,28 @@ def test_readings_near_twice_the_training_length_are_those_of_their_files(file, 
     assert f"{more} ({-high:.2f} to {-low:.2f})" in " ".join(section.split())
     _, most = nats_interval(beyond[0])
     assert high < 0 and most < math.log(10)
+    assert all(score.nats < math.log(10) * score.tokens for score in beyond[0])
+
+
+def test_what_shifted_distances_cost_at_their_reach_is_of_their_file():
+    folder = ROOT / "results/extend"
+    page = " ".join((folder / "README.md").read_text("utf-8").split())
+    documents = {
+        cell["scaling"]: [DocumentScore.of(each) for each in cell["documents"]]
+        for cell in read_json(folder / "reach/results.json")["results"]
+        if cell["task"] == "perplexity"
+    }
+    for other, words in {
+        "attend-last": "the last 8,192 tokens alone",
+        "limited": "limited",
+    }.items():
+        pairs = differences(documents["shifted"], documents[other])
+        mean = 100 * math.expm1(mean_nats(pairs))
+        low, high = (100 * math.expm1(end) for end in nats_interval(pairs))
+        assert low < 0 < high
+        assert re.search(
+            rf"{mean:.1f} % above that of {words}[^(]*\(−{-low:.1f} to \+{high:.1f}\)", page
+        )
 
 
 def test_what_leaky_distances_lose_within_the_training_length_cannot_be_told():
