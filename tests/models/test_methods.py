@@ -21,7 +21,7 @@ from coca_attention.errors import UserError
 from coca_attention.method_names import MethodName
 from coca_attention.models import Roles, made_for, use_fused_attention
 from coca_attention.models.configuration import original_length, rope_parameters, rotation
-from coca_attention.models.methods import METHODS, UNTRIED, applied
+from coca_attention.models.methods import METHODS, UNTRIED, applied, extended_lengths
 from coca_attention.ops import DistanceMap
 from coca_attention.testing import (
     assert_consistent,
@@ -558,3 +558,13 @@ def test_a_model_whose_shared_configuration_was_extended_is_refused_in_these_wor
     model = extend_context(vanilla("Llama"), "yarn")
     with pytest.raises(UserError, match="extended by yarn already, or one that shares its conf"):
         extend_context(type(model)(model.config), "yarn")
+
+
+def test_models_without_rotary_parameters_may_have_a_temperature():
+    """Where layers have no positions; methods for rotary positions are refused."""
+    config = cohere().config
+    config.rope_parameters = None
+    assert extended_lengths(config, 128, 64) == (64, 128)
+    assert extended_lengths(config, 128, 64, METHODS["temperature"]) == (64, 128)
+    with pytest.raises(UserError, match="all methods are for rotary positions"):
+        extended_lengths(config, 128, 64, METHODS["yarn"])

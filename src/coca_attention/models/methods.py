@@ -503,7 +503,10 @@ def extended_lengths(
     """
     check_is_computed(config)
     text_config = config.get_text_config()
-    if not getattr(text_config, "rope_parameters", None):
+    is_rotary = bool(getattr(text_config, "rope_parameters", None))
+    # Those that change weights are for layers without positions, and may be taken by default.
+    may_do_without = method is None or method.changes == "weights"
+    if not is_rotary and not (may_do_without and any(without_positions(text_config))):
         raise UserError(
             f"models of type {config.model_type!r} cannot be extended: all methods are for rotary "
             "positions, and this package finds none there; choose a model that has them, such as "
