@@ -160,9 +160,12 @@ def test_the_readmes_commands_run_and_print_what_it_shows(workplace, capsys):
         *shown,
         "",
     ]
-    (written,) = pipeline("text-generation", "SmolLM2-135M-12k")("Once upon", max_new_tokens=9)
+    (written,) = pipeline("text-generation", "SmolLM2-12k")("Once upon", max_new_tokens=9)
     assert written["generated_text"].startswith("Once upon") and len(written["generated_text"]) > 12
-    train, export = (words for words in commands(README) if words[0] in ("train", "export"))
+
+
+def test_the_commands_of_the_page_on_long_context_train_and_export(workplace, capsys):
+    train, export = commands(ROOT / "docs" / "long-context.md")[:2]
     small = [*SMALL_RUN, "--model.num-layers=3", "--data.source=books", "--data.passkey-share=0"]
     assert main([*train, *small, "--validation.source=books"]) == 0, capsys.readouterr().err
     pytest.importorskip("gguf")

@@ -152,14 +152,20 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
     print(f"Next: {generate_words(target)}, coca serve {target}")
     source = "" if to <= LONGEST_FILE else "--source TEXT "
     finds = f"coca eval needles {target} {source}--max-documents 1 --lengths {to}"
-    print(f"What it finds (of the original, too, to compare): {finds}")
+    print(f"What it finds: {finds}")
+    if not check.check and wanted.method == "auto":
+        elsewhere = in_words(METHODS["yarn"].engines)
+        print(f"Other methods: --check TEXT compares them; --method yarn runs in {elsewhere}")
 
 
 def _say_what_is_taken(
     method: MethodName, refused: Mapping[MethodName, UserError], length: int
 ) -> None:
     """Say which method is taken unmeasured, why not the preferred one, and what it does."""
-    print(f"Method: {method}, the default; --check TEXT measures which one reads best")
+    does = ""
+    if METHODS[method].within == "exact":
+        does = f"; texts of up to {length:,} tokens are computed as before"
+    print(f"Method: {method}, the default{does}")
     preferred = DEFAULTS[0]
     if method == "limited":
         log.warning(
@@ -169,10 +175,6 @@ def _say_what_is_taken(
     elif preferred in refused:  # the others for much the same reason, if at all
         why = as_typed_in("extend", str(refused[preferred]))
         print(f"Not possible: {preferred} ({why})")
-    if METHODS[method].within == "exact":
-        print(f"Texts of up to {length:,} tokens are computed as before")
-        engines = in_words(METHODS["yarn"].engines)
-        print(f"With --method yarn short texts change; it runs in {engines}")
 
 
 def _warn_of_unmeasured(method: MethodName, length: int, to: int) -> None:

@@ -333,8 +333,8 @@ def test_what_a_method_does_to_short_texts_is_said(method, source, tmp_path, cap
     words = [source, tmp_path / "target", "--method", method]
     code, said, err = run(capsys, "extend", *words)
     assert code == 0
-    unchanged = "Texts of up to 160 tokens are computed as before\nWith --method yarn short"
-    assert (unchanged in said) == ("Method: shifted, the default;" in said) == (method == "auto")
+    taken = "Method: shifted, the default; texts of up to 160 tokens are computed as before\n"
+    assert (taken in said) == ("\nOther methods: --check" in said) == (method == "auto")
     engines = {
         "auto": "shifted, for texts of 240 tokens; runs in Transformers after import "
         "coca_attention.models\n",
@@ -357,13 +357,12 @@ def test_what_is_taken_unasked_and_what_nobody_measured_is_said(source, tmp_path
         target = tmp_path / str(to)
         _, said, err = run(capsys, "extend", source, target, "--to", to)
         why = "choose --to 310, or leaky or limited for longer texts"
-        assert "Method: limited, the default; --check TEXT" in said
+        assert "Method: limited, the default; texts of up to 160 tokens are computed as" in said
         reach = f"shifted distances read at most 310 tokens here, got {to:,}"
         warning = "warning: limited finds little farther back than 160 tokens, and shifted is not"
         assert f"{warning} possible: {reach}: {why}\n" in err
-        assert "\nTexts of up to 160 tokens are" in said
-        assert f"compare): coca eval needles {target} --max-documents 1 --lengths {to}\n" in said
-        (printed,) = re.findall(r"What it finds .*: coca (.*)", said)
+        assert f"What it finds: coca eval needles {target} --max-documents 1 --lengths {to}\n" in said
+        (printed,) = re.findall(r"What it finds: coca (.*)", said)
         if measured:
             output = tmp_path / "found.json"
             code, table, err = run(capsys, *printed.split(), "--output", output)

@@ -370,15 +370,14 @@ def test_the_chart_of_smollm2_says_which_methods_are_level_and_where_lines_end(f
     assert {name for name in nats if name in title.split(", the others")[0]} == level
 
 
-def test_the_picture_of_the_readmes_table_has_its_figures(figures):
-    """Rows, percentages, what loses and what is taken, as in the table; committed as drawn."""
+def test_the_picture_of_readme_has_the_figures_of_the_tables(figures):
+    """Rows, nats, what loses and what is taken, as in results/extend; committed as drawn."""
     root = RESULTS.parent
     readme = (root / "README.md").read_text("utf-8")
-    table = readme.partition("| reading 12,288 tokens |")[2].partition("\n\n")[0]
+    page = (RESULTS / "extend" / "README.md").read_text("utf-8")
+    table = page.partition("| reading 12,288 tokens |")[2].partition("\n\n")[0]
     cells = [re.split(r" *\| *", line)[1:-1] for line in table.splitlines()[2:]]
-    # The name of what is taken is bold, and behind a method's name stands its option's, in code.
-    names = [re.sub(r" \(`\w+`\)", "", name) for name, *_ in cells]
-    rows = {name: row[1:] for name, row in zip(names, cells, strict=True)}
+    rows = {name.replace("(taken)", "").strip(): row for name, *row in cells}
     assert len(rows) == 7
     shown = {}
     drawn = figures.chart_of_digits()
@@ -390,7 +389,9 @@ def test_the_picture_of_the_readmes_table_has_its_figures(figures):
             shown.setdefault(name, []).append(f"{row.y:.0%}".replace("%", " %"))
             loses = drawn.notes.get(row.line) == "loses within L"
             assert loses == ("of perplexity" in rows[name][0])
-    assert shown == {name: said[2:4] for name, said in rows.items()}
+            nats = float(rows[name][2 if place == near else 3])
+            assert row.y == pytest.approx(math.exp(-nats), rel=0.006)
+    assert shown.keys() == rows.keys()
     for narrow, theme in itertools.product((False, True), figures.INKS):
         svg = figures.picture_of_digits(figures.NARROW + 20 if narrow else figures.DIGITS_WIDE)
         path = root / "docs" / "images" / f"extend-{theme}{'-narrow' * narrow}.svg"
