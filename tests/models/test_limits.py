@@ -241,7 +241,7 @@ def test_groups_of_tokens_have_no_frames():
     """Their far keys are not equally far apart, so they are formed."""
     rotation = Rotation(8, distance_map=DistanceMap.grouped(NEAR, 3))
     with pytest.raises(ValueError, match=r"far keys that are equally far apart, got .*group=3"):
-        key_frames(torch.zeros(1), 30, rotation, tile=16, pairs=4, angles="far_key_angles")
+        key_frames(torch.zeros(1), 30, rotation, tile=16, pairs=4, of="far")
 
 
 def test_what_cannot_work_is_refused():

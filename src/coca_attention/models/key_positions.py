@@ -3,7 +3,7 @@
 Legend: B batch, T query length, S key length or slots of a cache, R rotary width.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,11 +12,9 @@ from transformers import Cache, DynamicLayer, PreTrainedConfig
 
 from coca_attention.models.configuration import free_pairs, rotation
 from coca_attention.ops import key_frames
-from coca_attention.ops.decoding import AngleName, KeyFrames
+from coca_attention.ops.decoding import KeyFrames
 from coca_attention.ops.opaque import compiling
-
-TableName = Literal["tables", "far_key_tables", "turn_tables"]
-"""A method of `Rotation`, as `AngleName`."""
+from coca_attention.ops.positions import KeyAngles
 
 
 @torch.library.custom_op("coca_attention::materialized", mutates_args=())
@@ -250,16 +248,13 @@ class KeyPositions:
         return self.reading.position_ids, self.slots[:, first : first + keys]
 
     def tables(
-        self, layer_type: str | None, first: int, keys: int, name: TableName = "tables"
+        self, layer_type: str | None, first: int, keys: int, of: KeyAngles = "near"
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin of slots first … first + keys - 1, (1 or B, keys, R/2) each.
-
-        ``name`` is that of the method of `Rotation` which makes them.
-        """
-        kind = (layer_type, name)
+        """cos and sin of slots first … first + keys - 1, (1 or B, keys, R/2) each."""
+        kind = (layer_type, of)
         if kind not in self._made:
-            make = getattr(rotation(self.config, layer_type), name)
-            cos, sin = make(self.slots, self.dtype)
+            turning = rotation(self.config, layer_type)
+            cos, sin = turning.tables(self.slots, self.dtype, of)
             if compiling():
                 cos = materialized(cos)
                 sin = materialized(sin)
@@ -274,21 +269,18 @@ class KeyPositions:
         keys: int,
         pairs: int,
         tile: int,
-        angles: AngleName = "angles",
+        of: KeyAngles = "near",
     ) -> KeyFrames | None:
-        """Tables of `attend_half` for these slots in tiles; None if positions do not allow them.
-
-        ``angles`` as for `key_frames`.
-        """
+        """`key_frames` of these slots in tiles; None if positions or a map do not allow them."""
         if self.first_position is None:
             return None
-        kind = (layer_type, first, keys, pairs, tile, angles)
+        kind = (layer_type, first, keys, pairs, tile, of)
         if kind not in self._made:
             turning = rotation(self.config, layer_type)
             if turning.follows_length:
                 return None
             far = turning.distance_map
-            if angles != "angles" and far is not None and not far.has_equal_steps:
+            if of != "near" and far is not None and not far.has_equal_steps:
                 return None
             self._made[kind] = key_frames(
                 self.first_position + first,
@@ -298,7 +290,7 @@ class KeyPositions:
                 pairs=pairs,
                 free_pairs=free_pairs(self.config, layer_type),
                 dtype=self.dtype,
-                angles=angles,
+                of=of,
             )
         return self._made[kind]
 

@@ -20,7 +20,7 @@ from coca_attention.models.configuration import window_of
 from coca_attention.models.key_positions import KeyPositions
 from coca_attention.models.rotary import Angles
 from coca_attention.ops import attend, attend_half, key_map, tile_length
-from coca_attention.ops.decoding import AngleName, KeyFrames, attend_half_at
+from coca_attention.ops.decoding import KeyFrames, attend_half_at
 from coca_attention.ops.distances import (
     attend_by_distance,
     attend_half_by_distance,
@@ -28,7 +28,7 @@ from coca_attention.ops.distances import (
 )
 from coca_attention.ops.linear import Turns
 from coca_attention.ops.opaque import compiling
-from coca_attention.ops.positions import DistanceMap
+from coca_attention.ops.positions import DistanceMap, KeyAngles
 from coca_attention.ops.sight import with_bias
 
 
@@ -197,7 +197,7 @@ class LayerPass(NamedTuple):
     def _key_tables(self, keys: int) -> tuple[Tensor, Tensor]:
         """cos and sin that make near keys of those in the cache, (1 or B, keys, R/2) each."""
         if self.stored == "far keys":
-            return self._at.tables(self.layer_type, self.first, keys, "turn_tables")
+            return self._at.tables(self.layer_type, self.first, keys, "far to near")
         if keys == self.angles.cos.shape[-2]:  # those of this pass
             return self.angles.cos, self.angles.sin
         return self._at.tables(self.layer_type, self.first, keys)
@@ -253,18 +253,18 @@ class LayerPass(NamedTuple):
 
         None where tokens are not consecutive.
         """
-        angles: AngleName = "angles"
+        of: KeyAngles = "near"
         if self.stored == "far keys":
-            angles = "turn_angles"
+            of = "far to near"
         elif far and not self._distance_map.shares_keys:
-            angles = "far_key_angles"
+            of = "far"
         return self._at.frames(
             self.layer_type,
             self.first + start,
             coefficients.shape[-2],
             pairs=self.module.head_dim // 2,
             tile=tile_length(coefficients, query.shape[1]),
-            angles=angles,
+            of=of,
         )
 
     def attend_half(
@@ -340,7 +340,7 @@ class LayerPass(NamedTuple):
         key = key_map(stored[..., near, :], cos[:, near], sin[:, near], free_pairs=free_pairs)
         if distance_map.is_limit or self.stored == "far keys":
             return key, stored
-        cos, sin = self._at.tables(self.layer_type, self.first, keys, "far_key_tables")
+        cos, sin = self._at.tables(self.layer_type, self.first, keys, "far")
         return key, key_map(stored, cos, sin, free_pairs=free_pairs)
 
     def attend_far_half(

@@ -18,7 +18,7 @@ class Far(NamedTuple):
 
     distance_map: DistanceMap
     tables: tuple[Tensor, Tensor]  # of the queries, see `Rotation.far_tables`
-    # Of the keys of this pass, see `Rotation.far_key_tables`; None if near ones or coefficients
+    # Of the keys of this pass, see `Rotation.tables`; None if near ones or coefficients
     # are the same.
     key_tables: tuple[Tensor, Tensor] | None
 
@@ -53,7 +53,7 @@ class CoCARotary(nn.Module):
             tables = turning.far_tables(position_ids, dtype)
             key_tables = None
             if not (turning.distance_map.shares_keys or turning.distance_map.is_limit):
-                key_tables = turning.far_key_tables(position_ids, dtype)
+                key_tables = turning.tables(position_ids, dtype, of="far")
             far = Far(turning.distance_map, tables, key_tables)
         cos, sin = turning.tables(position_ids, dtype)
         return Angles(cos, sin, factor, turning.bias, far)

@@ -131,7 +131,7 @@ def coca_attention(
         elif distance_map.shares_keys:
             far_k = k
         else:
-            cos, sin = rotation.far_key_tables(key_at, wide)
+            cos, sin = rotation.tables(key_at, wide, of="far")
             far_k = key_map(key_coefficients, cos, sin, free_pairs=free_pairs)
         return attend_by_distance(
             q,

@@ -14,7 +14,6 @@ member of a free pair acts like the first member of a pair rotated by a quarter 
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from coca_attention.ops import kernels
 from coca_attention.ops.maps import over_all_pairs
-from coca_attention.ops.positions import Rotation
+from coca_attention.ops.positions import KeyAngles, Rotation
 
 # Products per tile on a CPU, over all heads: small enough to stay in its caches.
 CPU_TILE = 1 << 18
@@ -31,9 +30,6 @@ CPU_TILE = 1 << 18
 CUDA_KEYS = 64
 CUDA_TILE = 1 << 13
 SINGLE_KEYS = 16
-
-AngleName = Literal["angles", "far_key_angles", "turn_angles"]
-"""A method of `Rotation`: its angles make near or far keys of coefficients, or near of far keys."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ def key_frames(
     pairs: int,
     free_pairs: int = 0,
     dtype: torch.dtype = torch.float32,
-    angles: AngleName = "angles",
+    of: KeyAngles = "near",
 ) -> KeyFrames:
     """Tables for keys at consecutive positions, shared by all layers of a model.
 
@@ -88,22 +84,19 @@ def key_frames(
         pairs: Pairs per head, P; those beyond the rotary width have angle 0.
         free_pairs: F.
         dtype: dtype of the tables, float32 or wider.
-        angles: Which angles of the rotation make the keys, by the name of its method.
+        of: Which of the rotation's angles make the keys.
 
     Raises:
         ValueError: If these do not grow by the same with every position.
     """
     found = rotation.distance_map
-    if angles != "angles" and (found is None or not found.has_equal_steps):
+    if of != "near" and (found is None or not found.has_equal_steps):
         raise ValueError(f"frames need far keys that are equally far apart, got the map {found!r}")
     device = first_position.device
-    magnitude = rotation.rule.magnitude
-    if angles == "turn_angles":  # far keys have it
-        magnitude = 1.0
+    magnitude = rotation.magnitude(of)
     starts = torch.arange(0, length, tile, device=device)
-    make = getattr(rotation, angles)
-    outside = make(first_position.unsqueeze(-1) + starts)
-    inside = make(torch.arange(tile, device=device))
+    outside = rotation.angles(first_position.unsqueeze(-1) + starts, of)
+    inside = rotation.angles(torch.arange(tile, device=device), of)
     missing = (0, pairs - outside.shape[-1])
     outside = F.pad(outside, missing)
     first = F.pad(inside.cos() * magnitude, missing, value=1.0)

@@ -7,7 +7,7 @@ m a query's position, n a key's.
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from coca_attention.ops.checks import check_width
 from coca_attention.ops.rules import UNSCALED, Rule
 
 NO_FLOAT64 = ("mps",)
+
+KeyAngles = Literal["near", "far", "far to near"]
+"""Angles that turn coefficients into near keys or far keys, or far keys into near ones."""
 
 
 def split_pairs(
@@ -320,24 +323,18 @@ class Rotation:
         rule = self._settled_rule
         return rule.follows_length or (self._settles is not None and rule != rule.for_length(1))
 
-    def angles(self, positions: Tensor) -> Tensor:
+    def angles(self, positions: Tensor, of: KeyAngles = "near") -> Tensor:
         """Angle of every rotated pair at positions (..., T): (..., T, R/2), in radians.
 
         In float64, or in float32 on devices without it: at position 100,000 the error of a float32
-        angle is already 0.004 radians.
+        angle is already 0.004 radians. With a distance map far keys have angles of their own.
         """
-        return self._angles(positions.to(_wide(positions.device)).unsqueeze(-1))
-
-    def far_key_angles(self, positions: Tensor) -> Tensor:
-        """The angles of far keys at positions (..., S): (..., S, R/2)."""
-        assert self.distance_map is not None
-        return self._angles(self.distance_map.far_keys(positions.to(_wide(positions.device))))
-
-    def turn_angles(self, positions: Tensor) -> Tensor:
-        """The angles from far keys at positions (..., S) to near ones: (..., S, R/2)."""
-        assert self.distance_map is not None
         positions = positions.to(_wide(positions.device))
-        return self._angles(positions.unsqueeze(-1) - self.distance_map.far_keys(positions))
+        if of == "near":
+            return self._angles(positions.unsqueeze(-1))
+        assert self.distance_map is not None
+        far = self.distance_map.far_keys(positions)
+        return self._angles(far if of == "far" else positions.unsqueeze(-1) - far)
 
     def _angles(self, places: Tensor) -> Tensor:
         """The angles at places (..., T, 1 or R/2), one for all pairs or one for each."""
@@ -345,24 +342,29 @@ class Rotation:
             return places * self.frequencies().to(places.device, places.dtype)
         return places * _frequencies(self, places.device, places.dtype)
 
-    def _tables(self, angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        magnitude = self.rule.magnitude
-        return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
+    def magnitude(self, of: KeyAngles = "near") -> float:
+        """The rule's factor on cos and sin, which far keys have when they are turned."""
+        return 1.0 if of == "far to near" else self.rule.magnitude
 
     def tables(
-        self, positions: Tensor, dtype: torch.dtype = torch.float32
+        self, positions: Tensor, dtype: torch.dtype = torch.float32, of: KeyAngles = "near"
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin of the angle of every rotated pair at positions (..., T): (..., T, R/2)."""
+        """cos and sin of `angles` at positions (..., T), with `magnitude`: (..., T, R/2)."""
         if self.follows_length:
-            return self.for_length(int(positions.max().item()) + 1).tables(positions, dtype)
-        return self._tables(self.angles(positions), dtype)
+            return self.for_length(int(positions.max().item()) + 1).tables(positions, dtype, of)
+        return self._tables(self.angles(positions, of), dtype, self.magnitude(of))
+
+    def _tables(
+        self, angles: Tensor, dtype: torch.dtype, magnitude: float
+    ) -> tuple[Tensor, Tensor]:
+        return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
 
     def far_tables(
         self, positions: Tensor, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:
         """cos and sin of queries (..., T) for far keys: (..., T, R/2).
 
-        Those keys have `far_key_tables`. If all of them are at position 0, tables of one query
+        Those keys have the tables of "far". If all of them are at position 0, tables of one query
         (1, R/2) are for all, times the rule's magnitude, which the keys then lack.
         """
         found = self.distance_map
@@ -371,23 +373,10 @@ class Rotation:
             positions = positions.new_zeros(1)
         places = found.far_queries(positions.to(_wide(positions.device)))
         settled = self.for_length(found.near) if self.follows_length else self
-        cos, sin = settled._tables(settled._angles(places), dtype)
+        cos, sin = settled._tables(settled._angles(places), dtype, settled.rule.magnitude)
         if found.is_limit:
             return cos * self.rule.magnitude, sin * self.rule.magnitude
         return cos, sin
-
-    def far_key_tables(
-        self, positions: Tensor, dtype: torch.dtype = torch.float32
-    ) -> tuple[Tensor, Tensor]:
-        """cos and sin of far keys (..., S), for queries of `far_tables`: (..., S, R/2)."""
-        return self._tables(self.far_key_angles(positions), dtype)
-
-    def turn_tables(
-        self, positions: Tensor, dtype: torch.dtype = torch.float32
-    ) -> tuple[Tensor, Tensor]:
-        """cos and sin that turn far keys (..., S) of `far_key_tables` into near ones."""
-        angles = self.turn_angles(positions)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def query_factor(
         self, positions: Tensor, dtype: torch.dtype = torch.float32, window: int | None = None
