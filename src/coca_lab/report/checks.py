@@ -53,7 +53,8 @@ def check_chart(check: CheckRecord) -> DotChart | None:
                 {"line": each.method, "place": place, "y": found.value, "low": low, "high": high}
             )
         if each.taken:
-            notes[each.method] = "taken"
+            kept = each.word == "no loss shown"
+            notes[each.method] = "taken, no loss within L" if kept else "taken"
         elif each.word == "loses":
             notes[each.method] = "loses within L"
     return DotChart(

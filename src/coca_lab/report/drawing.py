@@ -235,6 +235,11 @@ def _dots(chart: DotChart, width: int, font: float) -> Specification:
             fill=alt.Fill("place:N", scale=fills, legend=legend),
             description="told:N",
         ),
+        base.mark_text(yOffset=shift, dx=6, **text).encode(
+            x="high:Q",
+            text=alt.Text("y:Q", format=".0%"),
+            color=alt.Color("place:N", scale=inks, legend=None),
+        ),
         names.mark_text(
             dy=alt.expr("datum.up"), fontWeight=weight, color="var(--text)", lineHeight=GAP, **text
         ).encode(text="name:N"),
