@@ -369,7 +369,7 @@ def test_the_example_of_the_docstring_runs():
 
 
 def test_the_page_has_every_method_with_its_options_and_engines():
-    page = (Path(__file__).parents[2] / "docs" / "conversion.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "methods.md").read_text(encoding="utf-8")
     section, _, _ = page.split("## Methods")[1].partition("\n## ")
     lines = [line for line in section.splitlines() if line.startswith("| `")]
     cells = {line.split("`")[1]: [x.strip() for x in line.split("|")[1:-1]] for line in lines}

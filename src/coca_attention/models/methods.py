@@ -372,7 +372,7 @@ def extend_context(
             place, so a configuration that another model shares has to be copied first. Methods
             that change rotary positions need a supported family, with rotary positions as in
             training.
-        method: A row of `METHODS`, which docs/conversion.md describes; by default the first of
+        method: A row of `METHODS`, which docs/methods.md describes; by default the first of
             `DEFAULTS` that the model takes: ``shifted`` for most up to almost 2 L, ``limited``
             farther.
         to: T, the longest text in tokens that the model is to read; by default 1.5 L.

@@ -26,7 +26,7 @@ RULE = (
 
 
 Word = Literal["no loss shown", "loses", "cannot tell"]
-"""What documents say about a loss within L, as docs/conversion.md defines it."""
+"""What documents say about a loss within L, as docs/methods.md defines it."""
 GUESS = math.log(10)
 """Nats of a digit that is guessed."""
 MOST_DOCUMENTS = 100_000

@@ -144,9 +144,9 @@ class ExtendSettings:
     have layers without positions. limited (ReRoPE), leaky (Leaky ReRoPE), self_extend, shifted
     (STRING for queries beyond L) and string (STRING) change what distances count; yarn, dynamic,
     ntk, linear, llama3 and longrope the rotations; temperature the queries of layers without
-    positions. docs/conversion.md describes each."""
+    positions. docs/methods.md describes each."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Other options of the method by name, such as {first: 64} for shifted; docs/conversion.md
+    """Other options of the method by name, such as {first: 64} for shifted; docs/methods.md
     lists them."""
     near: PositiveInt | None = None
     """W, for limited; by default L. S, for shifted."""
