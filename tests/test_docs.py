@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
@@ -311,6 +312,36 @@ def test_every_integration_links_to_its_tests():
         linked = re.match(r" \[.+\]\((\.\./tests/[\w/]+\.py)\)", works)
         there = linked is not None and (page.parent / linked[1]).is_file()
         assert there or "not run" in works, row
+
+
+def headings(page: Path) -> set[str]:
+    """Anchors of a page's headings on GitHub, which keeps a hyphen for every space."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    counts: Counter[str] = Counter()
+    found = set()
+    for title in re.findall(r"^#+ (.*)", text, re.M):
+        shown = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).lower()
+        anchor = re.sub(r"[^\w\- ]", "", shown).replace(" ", "-")
+        found.add(f"{anchor}-{counts[anchor]}" if counts[anchor] else anchor)
+        counts[anchor] += 1
+    return found
+
+
+def test_links_to_headings_hold_on_github():
+    """Those of the site, whose anchors can differ, are checked as it is built."""
+    pages = [page for pattern in PATTERNS for page in ROOT.glob(pattern)]
+    linked = [
+        (page, link)
+        for page in pages
+        for link in re.findall(r"\]\(([^)\s]*#.*?)\)", page.read_text("utf-8"))
+    ]
+    assert len(linked) > 100
+    for page, link in linked:
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        target = target / "README.md" if target.is_dir() else target
+        if "://" not in link and target.suffix == ".md":
+            assert anchor in headings(target), f"{page}: {link}"
 
 
 @pytest.mark.slow

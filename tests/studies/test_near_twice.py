@@ -22,7 +22,7 @@ from coca_lab.intervals import DocumentScore, differences, mean_nats, nats_inter
         ),
         (
             "reach/results.json",
-            "### Shifted distances at 2 L − w",
+            "### Shifted distances at their reach",
             {"shifted distances": "shifted", "limited distances": "limited"},
         ),
     ],

@@ -8,6 +8,12 @@ from coca_lab.report.section import TOO_FEW, Entry, Section
 
 GUESS = 0.1
 """The probability of a digit that is guessed."""
+WITHIN = {
+    "no loss shown": "no loss within L",
+    "loses": "loses within L",
+    "cannot tell": "within L: cannot tell",
+}
+"""Below the name of a method, what is said of texts of up to L tokens."""
 
 
 def check_section(check: CheckRecord) -> Section:
@@ -52,11 +58,10 @@ def check_chart(check: CheckRecord) -> DotChart | None:
             points.append(
                 {"line": each.method, "place": place, "y": found.value, "low": low, "high": high}
             )
+        note = WITHIN.get(each.word, "")
         if each.taken:
-            kept = each.word == "no loss shown"
-            notes[each.method] = "taken, no loss within L" if kept else "taken"
-        elif each.word == "loses":
-            notes[each.method] = "loses within L"
+            note = f"taken, {note}" if note else "taken"
+        notes[each.method] = note
     return DotChart(
         pd.DataFrame(points),
         x="probability of a digit of a hidden number",
