@@ -187,6 +187,9 @@ def test_what_pages_say_of_needles_in_eight_books_is_in_their_file():
     far = [cell for cell in cells if cell["length"] > cell["near"]]
     nats = {cell["scaling"]: cell["ranges"]["beyond"]["nats"] for cell in far}
     assert min(nats, key=nats.get) == "shifted"
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    probable = f"{math.exp(-nats['self_extend']):.0%}".replace("%", " %")
+    assert f"Self-Extend, whose digits farther back have {probable}" in readme
     compared_page = (ROOT / "docs/compared.md").read_text(encoding="utf-8")
     names = {
         "as it is": "none", "YaRN": "yarn", "dynamic NTK": "dynamic",
