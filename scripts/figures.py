@@ -187,7 +187,7 @@ def picture(parts: Sequence[Titled]) -> str:
 
 
 def picture_of_digits(width: int) -> str:
-    """README's first table as SVG with colours yet to be set: a row a method, of two dots each.
+    """The check of eight books as SVG with colours yet to be set: a row a method, of two dots each.
 
     Args:
         width: In pixels.
