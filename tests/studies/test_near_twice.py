@@ -58,6 +58,57 @@ def test_readings_near_twice_the_training_length_are_those_of_their_files(file, 
     assert all(score.nats < math.log(10) * score.tokens for score in beyond[0])
 
 
+def test_the_other_methods_at_twice_the_training_length_are_those_of_their_files():
+    """The table, and what stands below it against leaky distances."""
+    folder = ROOT / "results/extend"
+    page = (folder / "README.md").read_text("utf-8")
+    section = page.partition("### Other methods there")[2].partition("\n#")[0]
+    cells = [
+        cell
+        for name in ("leaky", "others")
+        for cell in read_json(folder / f"twice/{name}.json")["results"]
+        if 16384 in (cell.get("length"), cell.get("window"))
+    ]
+    far = {cell["scaling"]: cell for cell in cells if cell["task"] == "needles"}
+    texts = {cell["scaling"]: cell for cell in cells if cell["task"] == "perplexity"}
+    names = {
+        "leaky distances": "leaky", "Self-Extend": "self_extend", "YaRN": "yarn",
+        "dynamic NTK": "dynamic", "limited distances": "limited", "as it is": "none",
+    }  # fmt: skip
+    for name, method in names.items():
+        ranges = far[method]["ranges"].values()
+        digits = [f"{math.exp(-part['nats']):.1%}".replace("%", " %") for part in ranges]
+        found = [str(part["found"]) for part in ranges]
+        shown = [f"{texts[method]['perplexity']:.2f}", *digits, *found]
+        assert cells_of_row(section, name) == shown
+    said = " ".join(section.split())
+    beyond = {
+        method: scores_of(far[method]["documents"], far[method]["near"], True) for method in far
+    }
+    assert min(far, key=lambda method: far[method]["ranges"]["beyond"]["nats"]) == "leaky"
+    nats = {
+        name: [mean_nats(pairs), *nats_interval(pairs)]
+        for name in ("self_extend", "yarn", "dynamic")
+        for pairs in [differences(beyond[name], beyond["leaky"])]
+    }
+    mean, low, high = nats["self_extend"]
+    assert f"{mean:.3f} more with Self-Extend ({low:.4f} to {high:.4f}, shown" in said
+    mean, low, high = nats["yarn"]
+    assert f"{mean:.2f} more with YaRN (−{-low:.2f} to +{high:.2f})" in said
+    mean, low, high = nats["dynamic"]
+    assert f"{mean:.2f} more with dynamic NTK (−{-low:.2f} to +{high:.2f})" in said
+    for name in ("yarn", "dynamic"):
+        documents = [
+            [DocumentScore.of(each) for each in texts[method]["documents"]]
+            for method in (name, "leaky")
+        ]
+        pairs = differences(*documents)
+        mean, low, high = (
+            f"{100 * math.expm1(nats):.1f}" for nats in (mean_nats(pairs), *nats_interval(pairs))
+        )
+        assert re.search(rf"{mean} % higher with [^(]*\({low} to {high}\)", said)
+
+
 def test_what_shifted_distances_cost_at_their_reach_is_of_their_file():
     folder = ROOT / "results/extend"
     page = " ".join((folder / "README.md").read_text("utf-8").split())

@@ -557,6 +557,7 @@ def test_the_table_of_fresh_books_is_of_its_results():
         ("extend-twice", "extend/twice/needles.json"),
         ("extend-twice", "extend/twice/texts.json"),
         ("extend-twice-leaky", "extend/twice/leaky.json"),
+        ("extend-twice-others", "extend/twice/others.json"),
         ("extend-reach", "extend/reach/results.json"),
         ("qwen", "qwen/needles.json"),
         ("qwen", "qwen/texts.json"),
