@@ -559,6 +559,7 @@ def test_the_table_of_fresh_books_is_of_its_results():
         ("extend-twice-leaky", "extend/twice/leaky.json"),
         ("extend-twice-others", "extend/twice/others.json"),
         ("extend-reach", "extend/reach/results.json"),
+        ("extend-reach-others", "extend/reach/others.json"),
         ("qwen", "qwen/needles.json"),
         ("qwen", "qwen/texts.json"),
         ("qwen-without-factor", "qwen/without-factor/texts.json"),
