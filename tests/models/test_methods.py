@@ -253,7 +253,10 @@ def test_string_is_shifted_with_a_factor_on_cos_and_sin(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"to": 125}, "at most 124 tokens here, got 125: choose `to` 124, or leaky"),
+        (
+            {"to": 125},
+            "at most 124 tokens here, got 125: choose `to` 124, or for longer texts leaky",
+        ),
         (
             {"to": 96, "near": 35},
             "`near`, in tokens from T - L .* between 36 and 64",

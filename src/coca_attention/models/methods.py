@@ -181,7 +181,8 @@ def _shift(asked: Asked, near: int | None, first: int | None) -> tuple[int, int]
     if smallest > length:
         raise UserError(
             f"shifted distances read at most {2 * length - first:,} tokens here, got {to:,}: "
-            f"choose `to` {2 * length - first}, or leaky or limited for longer texts"
+            f"choose `to` {2 * length - first}, or for longer texts leaky, which changes short "
+            "ones and finds more, or limited, which keeps perplexity flat"
         )
     if near is None:
         near = (to + first) // 2 if to > length else max(smallest, length // 3)

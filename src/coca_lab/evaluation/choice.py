@@ -304,8 +304,10 @@ class Choice:
             )
         elif len(self.candidates) > 1:
             said += ", the best of the methods with no loss shown. The"
-        else:
+        elif len(self.others) > 1:
             said += ", the only method with no loss shown. The"
+        else:
+            said += ", and no loss is shown; it is the only method compared. The"
         return f"{said} {self.alone.method} give {_digit(self.alone.far)}."
 
     @property

@@ -9,9 +9,9 @@ from coca_lab.report.section import TOO_FEW, Entry, Section
 GUESS = 0.1
 """The probability of a digit that is guessed."""
 WITHIN = {
-    "no loss shown": "no loss within L",
+    "no loss shown": "no loss shown",
     "loses": "loses within L",
-    "cannot tell": "within L: cannot tell",
+    "cannot tell": "cannot tell within L",
 }
 """Below the name of a method, what is said of texts of up to L tokens."""
 

@@ -219,6 +219,7 @@ def _dots(chart: DotChart, width: int, font: float) -> Specification:
     shift = alt.expr("datum.shift")
     text: dict[str, Any] = {"align": "left", "baseline": "middle", "fontSize": font}
     share, name = chart.mark
+    figure = alt.Text("y:Q", format=".0%")
     place = {"y": share, "name": f"{share:.0%}: {name}"}
     mark = alt.Chart(alt.InlineData(values=[place])).encode(x="y:Q")
     whole = alt.layer(
@@ -227,6 +228,10 @@ def _dots(chart: DotChart, width: int, font: float) -> Specification:
             y=alt.value(-17), y2=alt.value("height")
         ),
         mark.mark_text(color=soft, dx=4, **text).encode(y=alt.value(-11), text="name:N"),
+        # Below the dots, in the page's colour: the line of the mark stops at figures.
+        base.mark_text(yOffset=shift, dx=6, stroke="var(--page)", strokeWidth=5, **text).encode(
+            x="high:Q", text=figure
+        ),
         base.mark_rule(strokeWidth=2, yOffset=shift).encode(
             x="low:Q", x2="high:Q", color=alt.Color("place:N", scale=inks, legend=None)
         ),
@@ -236,9 +241,7 @@ def _dots(chart: DotChart, width: int, font: float) -> Specification:
             description="told:N",
         ),
         base.mark_text(yOffset=shift, dx=6, **text).encode(
-            x="high:Q",
-            text=alt.Text("y:Q", format=".0%"),
-            color=alt.Color("place:N", scale=inks, legend=None),
+            x="high:Q", text=figure, color=alt.Color("place:N", scale=inks, legend=None)
         ),
         names.mark_text(
             dy=alt.expr("datum.up"), fontWeight=weight, color="var(--text)", lineHeight=GAP, **text

@@ -137,6 +137,8 @@ def test_the_best_beyond_is_taken_among_those_that_show_no_loss():
     assert losing.verdict(base, Margins()) == "loses 5.1% of perplexity at 4,096"
     one = choice_of(base, yarn, losing)
     assert one.taken is yarn and ", the only method with no loss shown. The last " in one.reason
+    alone = choice_of(base, yarn)
+    assert ", and no loss is shown; it is the only method compared. The last" in alone.reason
     # In short texts, too.
     both = read("shifted", [0.6, 0.7, 0.5], within=0.05, short=0.04)
     said = both.verdict(base, Margins())

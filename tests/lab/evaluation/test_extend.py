@@ -356,11 +356,11 @@ def test_what_is_taken_unasked_and_what_nobody_measured_is_said(source, tmp_path
     for to, measured in ((2560, True), (2561, False)):
         target = tmp_path / str(to)
         _, said, err = run(capsys, "extend", source, target, "--to", to)
-        why = "choose --to 310, or leaky or limited for longer texts"
+        why = "choose --to 310, or for longer texts leaky, which changes short ones and finds"
         assert "Method: limited, the default; texts of up to 160 tokens are computed as" in said
         reach = f"shifted distances read at most 310 tokens here, got {to:,}"
         warning = "warning: limited finds little farther back than 160 tokens, and shifted is not"
-        assert f"{warning} possible: {reach}: {why}\n" in err
+        assert f"{warning} possible: {reach}: {why} " in err
         (printed,) = re.findall(r"What it finds: coca (.*)", said)
         assert printed == f"eval needles {target} --max-documents 1 --lengths {to}"
         if measured:
@@ -466,7 +466,7 @@ def test_what_is_left_out_is_said_before_anything_is_measured(
         patch.setattr(needles, "_read", Mock(side_effect=KeyboardInterrupt))
         code, shown, _ = run(capsys, *words)
     assert code == 130
-    reach = "shifted distances read at most 310 tokens here, got 400: choose --to 310, or leaky"
+    reach = "shifted distances read at most 310 tokens here, got 400: choose --to 310, or"
     assert re.search(r"^Measuring leaky, yarn, ntk: \d+ readings of up to 400 tokens$", shown, re.M)
     assert f"Not measured: shifted ({reach}" in shown
     assert "Not measured: limited (--near, in tokens and at most L, " in shown
