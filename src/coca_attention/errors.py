@@ -50,7 +50,7 @@ def install(extra: str = "") -> str:
     extras, source = f"[{extra}]" if extra else "", published_at()
     if source:
         return f"pip install 'coca-attention{extras} @ git+{source}'"
-    return f"pip install '.{extras}'  # in a clone of coca-attention"
+    return f"pip install -c constraints.txt '.{extras}'  # in a clone of coca-attention"
 
 
 def _is_whole(value: object) -> TypeGuard[int]:

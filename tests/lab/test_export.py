@@ -45,7 +45,8 @@ def test_what_is_printed_names_the_files_that_are_there(tmp_path, capsys):
     target = tmp_path / "native"
     assert main(["export", str(source), str(target), "--gguf"]) == 0
     said, err = capsys.readouterr()
-    assert f"for llama.cpp: {target / 'native.gguf'}\nNext: coca serve {target}" in said
+    assert f"for llama.cpp: {target / 'native.gguf'}\n" in said
+    assert f"Next: coca eval passkey {target}, coca serve {target}" in said
     assert (target / "native.gguf").is_file() and "partial" not in said + err
 
 

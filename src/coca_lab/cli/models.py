@@ -29,6 +29,7 @@ from coca_lab.cells import CheckRecord
 from coca_lab.cli.console import ProgressBar, markdown_table, print_table
 from coca_lab.cli.generate import generate_words
 from coca_lab.cli.parsing import as_typed_in
+from coca_lab.cli.serve import serve_words
 from coca_lab.engine import Engine
 from coca_lab.environment import describe_environment
 from coca_lab.evaluation.check import (
@@ -149,7 +150,7 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
     )
     if cost := METHODS[chosen.method].cost(length):
         print(cost)
-    print(f"Next: {generate_words(target)}, coca serve {target}")
+    print(f"Next: {generate_words(target)}, {serve_words(target)}")
     source = "" if to <= LONGEST_FILE else "--source TEXT "
     finds = f"coca eval needles {target} {source}--max-documents 1 --lengths {to}"
     print(f"What it finds: {finds}")
@@ -302,4 +303,4 @@ def export_command(path: str, target: str, wanted: ExportSettings) -> None:
     if wanted.gguf:
         folder = Path(target)
         print(f"for llama.cpp: {folder / folder.resolve().name}.gguf")
-    print(f"Next: coca serve {target}, coca eval passkey {target}")
+    print(f"Next: coca eval passkey {target}, {serve_words(target)}")

@@ -1,6 +1,7 @@
 """The command serve: Transformers' own server, with the models of this package registered."""
 
 import socket
+from pathlib import Path
 
 from transformers.utils.import_utils import is_serve_available
 
@@ -9,6 +10,12 @@ from coca_attention.errors import UserError, install
 from coca_lab.cli import ends_at_once
 from coca_lab.loading import check_can_be_served
 from coca_lab.settings.commands import ServeSettings
+
+
+def serve_words(folder: str | Path) -> str:
+    """The command that serves a model, and whether it needs an extra that is not installed."""
+    missing = "" if is_serve_available() else " (with the extra serve)"
+    return f"coca serve {folder}{missing}"
 
 
 def serve_command(path: str, settings: ServeSettings) -> None:

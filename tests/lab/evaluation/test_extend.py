@@ -328,6 +328,17 @@ def test_results_of_a_check_have_the_length_that_is_set(source, tmp_path, finds,
     assert "length=" not in (tmp_path / "target" / "README.md").read_text()
 
 
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_command_of_an_extra_that_is_missing_is_named_with_it(
+    installed, source, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("coca_lab.cli.serve.is_serve_available", lambda: installed)
+    code, said, _ = run(capsys, "extend", source, tmp_path / "target")
+    assert code == 0
+    served = f", coca serve {tmp_path / 'target'}{'' if installed else ' (with the extra serve)'}"
+    assert f"{served}\n" in said
+
+
 @pytest.mark.parametrize("method", ["auto", "yarn"])
 def test_what_a_method_does_to_short_texts_is_said(method, source, tmp_path, capsys):
     words = [source, tmp_path / "target", "--method", method]
