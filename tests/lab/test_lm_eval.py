@@ -128,5 +128,5 @@ def test_a_part_of_the_questions_is_no_column_beside_all(tmp_path):
 
 def test_a_missing_harness_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match=r"pip install '\.\[harness\]'"):
+    with pytest.raises(SystemExit, match=r"pip install -c constraints.txt '\.\[harness\]'"):
         lm_eval.main()
