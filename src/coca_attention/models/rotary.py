@@ -18,8 +18,7 @@ class Far(NamedTuple):
 
     distance_map: DistanceMap
     tables: tuple[Tensor, Tensor]  # of the queries, see `Rotation.far_tables`
-    # Of the keys of this pass, see `Rotation.tables`; None if near ones or coefficients
-    # are the same.
+    # Of the keys of this pass, as by `Rotation.tables`; None if near ones or coefficients serve.
     key_tables: tuple[Tensor, Tensor] | None
 
 

@@ -152,8 +152,7 @@ def extend_command(path: str, target: str, wanted: ExtendSettings, check: CheckS
         print(cost)
     print(f"Next: {generate_words(target)}, {serve_words(target)}")
     source = "" if to <= LONGEST_FILE else "--source TEXT "
-    finds = f"coca eval needles {target} {source}--max-documents 1 --lengths {to}"
-    print(f"What it finds: {finds}")
+    print(f"What it finds: coca eval needles {target} {source}--max-documents 1 --lengths {to}")
     if not check.check and wanted.method == "auto":
         elsewhere = in_words(METHODS["yarn"].engines)
         print(f"Other methods: --check TEXT compares them; --method yarn runs in {elsewhere}")

@@ -2,7 +2,8 @@
 
 A frame has a row for every line and length, with the columns of a chart's points: ``line`` (the
 name), ``x`` (tokens), ``y`` (the figure), ``low`` and ``high``; and ``model``, ``scaling``,
-``kind``, ``size``, ``seeds``, ``cell`` and ``scores``.
+``kind``, ``size``, ``seeds``, ``few`` (documents, too few for an interval), ``cell`` and
+``scores``.
 """
 
 import math
@@ -132,7 +133,8 @@ def frame_of(points: Sequence[Point], measure: Measure) -> Frame:
         cell = point.cell
         last = cell.scaling == ATTEND_LAST
         low, high = point.interval or (math.nan, math.nan)
-        if scored_documents(point.scores) == 2:  # too few
+        few = 1 < scored_documents(point.scores) < FEWEST_DOCUMENTS
+        if few:
             low = high = math.nan
         row = {
             "line": line_label(cell, point.x),
@@ -144,6 +146,7 @@ def frame_of(points: Sequence[Point], measure: Measure) -> Frame:
             "y": math.inf if point.y is None else point.y,
             "low": low,
             "high": high,
+            "few": few,
             "cell": cell,
             "scores": point.scores,
         }
@@ -248,7 +251,7 @@ def _entries(frame: Frame, measure: Measure) -> dict[tuple[str, int], Entry]:
         interval = ""
         if not math.isnan(row.low):
             interval = f"{measure.form(row.low)} to {measure.form(row.high)}"
-        elif scored_documents(row.scores) == 2:
+        elif row.few:
             interval = TOO_FEW
         bold = shown == best[row.x] and shown != worst[row.x]
         beside = f" ({math.exp(-row.y):.0%})" if measure.digits else ""
